@@ -1,0 +1,1 @@
+"""AMSP, ZeRO and the Frontier recipe as one JAX framework."""

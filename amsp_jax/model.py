@@ -1,0 +1,166 @@
+"""The model contract: what the engine needs to know of a model, as pure functions of parameter trees.
+
+A model is an embedding, a tuple of blocks and a head. The engine gathers the parameters of one part,
+calls it with whole parameters as on a single device, and never looks inside. A model that declares no
+blocks is a head alone (`Model.from_loss`).
+
+`params` may be any pytree: `split` says which parts of it are which. Everything is traced, so a part
+must be a pure function; randomness comes from `rng`, one key per row of the microbatch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from amsp_jax.errors import UserError
+
+Params = Any
+"""A pytree of parameter arrays."""
+Batch = Mapping[str, jax.Array]
+"""Arrays whose first dimension is the row: `tokens`, `targets` [rows, seq] int32, `weights` [rows, seq] float32."""
+LossOutput = tuple[tuple[jax.Array, jax.Array], Any]
+"""`((sum of losses, sum of weights), aux)`: sums over the rows given, never means; aux leaves are added up, too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One part of a model.
+
+    Attributes:
+      init: `init(key) -> params`, float32. Parts that share one `init` object share one compilation.
+      apply: the mathematics on one device, with whole parameters in the compute dtype:
+        embed `apply(params, batch, rng) -> x`, block `apply(params, x, batch, rng) -> x`,
+        head `apply(params, embed_params, x, batch, rng) -> ((loss_sum, weight_sum), aux)`.
+    """
+
+    init: Callable[[jax.Array], Params]
+    apply: Callable[..., Any]
+
+    @classmethod
+    def from_nnx(cls, make: Callable[[nnx.Rngs], nnx.Module], call: Callable[..., Any] | None = None) -> Part:
+        """Wraps a Flax NNX module whose variables are all `nnx.Param`.
+
+        Args:
+          make: `make(rngs) -> module`.
+          call: `call(module, *args)`; the module's `__call__` if None.
+
+        Raises:
+          UserError: the module holds state that is not a parameter (batch statistics, RNG counters).
+        """
+        abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+        graph, params, rest = nnx.split(abstract, nnx.Param, ...)
+        if jax.tree.leaves(rest):
+            names = sorted({type(v).__name__ for v in jax.tree.leaves(rest, is_leaf=lambda v: isinstance(v, nnx.Variable))})
+            raise UserError(
+                f"{type(abstract).__name__} holds variables that are not nnx.Param ({', '.join(names)}); a part is a pure "
+                "function of its parameters. Take randomness from the `rng` argument and keep no running statistics."
+            )
+
+        def init(key: jax.Array) -> Params:
+            return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(key)), nnx.Param))
+
+        def apply(tree: Params, *args: Any) -> Any:
+            module = nnx.merge(graph, _as_state(params, tree))
+            return call(module, *args) if call else module(*args)
+
+        return cls(init, apply)
+
+
+def _as_state(like: nnx.State, tree: Params) -> nnx.State:
+    """The NNX state of `like` with the values of the pure dict `tree`."""
+    state = jax.tree.map(lambda x: x, like)
+    nnx.replace_by_pure_dict(state, tree)
+    return state
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelNumbers:
+    """The shape numbers behind FLOPs and MFU.
+
+    Attributes:
+      num_params: all parameters.
+      num_matmul_params: parameters of matrix products, the head included, the embedding table not
+        (a tied table counts once, as the head).
+      num_layers: number of blocks.
+      attention_width: num_heads x head_dim; the hidden size in plain multi-head attention.
+    """
+
+    num_params: int
+    num_matmul_params: int
+    num_layers: int
+    attention_width: int
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Training FLOPs of a token without recomputation, causal attention counted once:
+        6 x matmul parameters + 6 x layers x attention width x seq."""
+        return 6 * self.num_matmul_params + 6 * self.num_layers * self.attention_width * seq_len
+
+    def flops_per_token_paper(self, seq_len: int) -> int:
+        """As AMSP and PaLM count: 6 N + 12 L h s, all parameters and no causal discount."""
+        return 6 * self.num_params + 12 * self.num_layers * self.attention_width * seq_len
+
+
+def _split_dict(params: Params) -> tuple[Params, list[Params], Params]:
+    return params["embed"], list(params["blocks"]), params["head"]
+
+
+def _join_dict(embed: Params, blocks: list[Params], head: Params) -> Params:
+    return {"embed": embed, "blocks": blocks, "head": head}
+
+
+def _nothing(key: jax.Array) -> Params:
+    del key
+    return {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model as the engine sees it.
+
+    Attributes:
+      name: for messages and run folders.
+      embed, blocks, head: the parts.
+      tied: the head also receives the embedding's gathered parameters (else None).
+      logits: `logits(head_params, embed_params, x) -> [rows, seq, vocab]`, for generation; None if it has none.
+      numbers: for FLOPs; None leaves MFU out of the metrics.
+      split, join: between the user's parameter tree and `(embed, blocks, head)`.
+    """
+
+    name: str
+    head: Part
+    embed: Part = Part(_nothing, lambda params, batch, rng: None)
+    blocks: tuple[Part, ...] = ()
+    tied: bool = False
+    logits: Callable[[Params, Params | None, jax.Array], jax.Array] | None = None
+    numbers: ModelNumbers | None = None
+    split: Callable[[Params], tuple[Params, list[Params], Params]] = _split_dict
+    join: Callable[[Params, list[Params], Params], Params] = _join_dict
+
+    @classmethod
+    def from_loss(
+        cls,
+        loss: Callable[[Params, Batch, jax.Array], LossOutput],
+        init: Callable[[jax.Array], Params],
+        *,
+        name: str = "model",
+        numbers: ModelNumbers | None = None,
+    ) -> Model:
+        """A model that declares no blocks: `loss(params, batch, rng) -> ((loss_sum, weight_sum), aux)` on any pytree.
+
+        `rng` has one key per row, made of (seed, step, row), so dropout is the same on every mesh.
+        """
+        head = Part(init, lambda params, embed, x, batch, rng: loss(params, batch, rng))
+        return cls(name=name, head=head, numbers=numbers, split=lambda p: ({}, [], p), join=lambda e, b, h: h)
+
+    def abstract_params(self) -> Params:
+        """The parameter tree as `jax.ShapeDtypeStruct`s, float32, on no device."""
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        shapes = {id(p.init): jax.eval_shape(p.init, key) for p in (self.embed, *self.blocks, self.head)}
+        tree = self.join(shapes[id(self.embed.init)], [shapes[id(b.init)] for b in self.blocks], shapes[id(self.head.init)])
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), tree)

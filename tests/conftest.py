@@ -1,0 +1,15 @@
+"""Eight simulated CPU devices for every test, set before jax is used."""
+
+import os
+
+os.environ["XLA_FLAGS"] = (
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600 "
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300 "
+    "--xla_disable_hlo_passes=cse_barrier_expander " + os.environ.get("XLA_FLAGS", "")
+)
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
