@@ -1,0 +1,226 @@
+"""From a command line and gin files to a `TrainConfig`; every mistake becomes one `UserError`.
+
+`configs/base.gin` is read first, then each `--gin_file` in order, then the `--gin.NAME=value` flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import dataclasses
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import gin
+
+from amsp_jax.config import FIELDS, TrainConfig, did_you_mean
+from amsp_jax.errors import UserError
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+BASE_CONFIG = REPOSITORY / "configs" / "base.gin"
+
+_FLAG = "--gin."
+_NO_WRAP = 1_000_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommandLine:
+    """What a person typed after `python train.py`.
+
+    Attributes:
+      gin_files: existing files, in order.
+      bindings: gin statements, in order.
+      coordinator, num_processes, process_id: of a run of several processes started by hand; None: found out.
+      wants_help: print the help and stop.
+    """
+
+    gin_files: tuple[Path, ...]
+    bindings: tuple[str, ...]
+    coordinator: str | None
+    num_processes: int | None
+    process_id: int | None
+    wants_help: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadedConfig:
+    """A config with the texts that are kept in its run folder."""
+
+    config: TrainConfig
+    config_gin: str
+    operative_config_gin: str
+
+
+def run(main: Callable[[], None]) -> int:
+    """Calls `main` and returns the exit code: 0, or 2 after a `UserError`, printed as one line on stderr."""
+    try:
+        main()
+    except UserError as error:
+        print("error:", _one_line(error), file=sys.stderr)
+        return 2
+    return 0
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are `UserError`s."""
+
+    def error(self, message: str) -> NoReturn:
+        """One line instead of the usage text."""
+        raise UserError(f"{message}; `{self.prog} --help` lists what there is")
+
+
+def parse_command_line(argv: Sequence[str], *, default_file: str | None = None) -> CommandLine:
+    """Reads the arguments of `train.py`.
+
+    Args:
+      argv: without the program's name.
+      default_file: the gin file where none is named.
+
+    Raises:
+      UserError: an unknown flag, a flag without a value, a file that does not exist.
+    """
+    parser = Parser(prog="train.py", add_help=False, allow_abbrev=False)
+    parser.add_argument("--gin_file", action="append", default=[])
+    parser.add_argument("--coordinator")
+    parser.add_argument("--num_processes", type=int)
+    parser.add_argument("--process_id", type=int)
+    parser.add_argument("-h", "--help", action="store_true")
+    known, unknown = parser.parse_known_args([a for a in argv if not a.startswith(_FLAG)])
+    if unknown:
+        flags = ["--gin_file", "--coordinator", "--num_processes", "--process_id", *(_FLAG + f.upper() for f in FIELDS)]
+        hint = did_you_mean(unknown[0].split("=")[0], flags)
+        raise UserError(f"unknown argument {unknown[0]!r}{hint}; settings are written --gin.STEPS=100")
+    files = known.gin_file or ([default_file] if default_file else [])
+    return CommandLine(
+        gin_files=tuple(find_gin_file(f) for f in files),
+        bindings=tuple(binding(a) for a in argv if a.startswith(_FLAG)),
+        coordinator=known.coordinator,
+        num_processes=known.num_processes,
+        process_id=known.process_id,
+        wants_help=known.help,
+    )
+
+
+def find_gin_file(name: str) -> Path:
+    """The file of this name, relative to the working directory, else to the repository."""
+    for path in (Path(name), REPOSITORY / name):
+        if path.is_file():
+            return path
+    there = [str(p.relative_to(REPOSITORY)) for p in sorted((REPOSITORY / "configs").rglob("*.gin"))]
+    raise UserError(
+        f"--gin_file={name}: no such file in {Path.cwd()} or {REPOSITORY}{did_you_mean(name, there)}; "
+        f"there are {', '.join(there)}"
+    )
+
+
+def binding(flag: str) -> str:
+    """The gin statement of `--gin.NAME=value`: the value is a literal if it reads as one, else a string."""
+    name, equals, text = flag.removeprefix(_FLAG).partition("=")
+    if not equals:
+        raise UserError(f"{flag!r} has no value; write {_FLAG}{name}=VALUE")
+    if not re.fullmatch(r"[A-Za-z_]\w*", name):
+        raise UserError(f"{flag!r}: {name!r} is not a setting{_near_macro(name.split('.')[-1])}; write --gin.STEPS=100")
+    return f"{name} = {_value(text)}"
+
+
+def _value(text: str) -> str:
+    if re.fullmatch(r"%[A-Za-z_]\w*", text):
+        return text
+    try:
+        return repr(ast.literal_eval(text.strip()))
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return repr(text)
+
+
+def load_config(gin_files: Sequence[Path], bindings: Sequence[str] = ()) -> LoadedConfig:
+    """The config of `base.gin`, these files and these statements, a later one winning over an earlier.
+
+    Raises:
+      UserError: a file that is not gin, an unknown name, a binding without effect, a wrong type or range.
+    """
+    for path in gin_files:
+        _refuse_base_include(path)
+    with _gin_errors():
+        gin.clear_config()
+        gin.parse_config_files_and_bindings(
+            [str(path) for path in (BASE_CONFIG, *gin_files)], list(bindings), finalize_config=False
+        )
+        config = gin.get_configurable(TrainConfig)()
+    config_gin, operative = gin.config_str(_NO_WRAP), gin.operative_config_str(_NO_WRAP)
+    _refuse_unused(config_gin, operative)
+    return LoadedConfig(config=config, config_gin=config_gin, operative_config_gin=operative)
+
+
+def base_macros() -> dict[str, Any]:
+    """The settings and their defaults, as `base.gin` has them."""
+    with _gin_errors():
+        gin.clear_config()
+        gin.parse_config_file(str(BASE_CONFIG))
+    return {name.upper(): gin.query_parameter(f"{name.upper()}/gin.macro.value") for name in FIELDS}
+
+
+@contextlib.contextmanager
+def _gin_errors() -> Iterator[None]:
+    """Turns whatever gin raises into a `UserError`, and keeps gin's own log lines off the screen."""
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    except UserError as error:
+        # gin appends the name of the configurable to whatever passes through it.
+        raise UserError(str(error).split("\n  In call to configurable")[0]) from None
+    except SyntaxError as error:
+        raise UserError(_syntax_message(error)) from None
+    except Exception as error:  # gin has no exception type of its own, and a file may import any module
+        raise UserError(_binding_message(str(error))) from None
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _syntax_message(error: SyntaxError) -> str:
+    where = f"{error.filename or 'a binding'}, line {error.lineno}"
+    word = re.search(r"Failed to parse token '(.*)'", str(error.msg))
+    if not word:
+        return f"{where}: {error.msg}; a line of a gin file is NAME = value"
+    return f"{where}: {word[1]!r} is not a gin value; strings need quotes, '{word[1]}', and it is True, False, None"
+
+
+def _binding_message(message: str) -> str:
+    if missing := re.search(r"call to configurable 'macro' .* in scope '(\w+)'", message):
+        return f"%{missing[1]} is used but has no value{_near_macro(missing[1])}"
+    if wrong := re.search(r"doesn't have a parameter named '(\w+)'", message):
+        return message + did_you_mean(wrong[1], FIELDS)
+    return message
+
+
+def _refuse_base_include(path: Path) -> None:
+    """Including `base.gin` would undo what an earlier file set."""
+    if re.search(rf"^\s*include\s.*{re.escape(BASE_CONFIG.name)}", path.read_text(), re.MULTILINE):
+        raise UserError(f"{path} includes {BASE_CONFIG.name}, which is always read first; remove the include")
+
+
+def _refuse_unused(config_gin: str, operative_gin: str) -> None:
+    """A binding that no setting depends on is a mistake: gin alone would ignore it."""
+    used = set(operative_gin.splitlines())
+    for line in config_gin.splitlines():
+        if not line or line.startswith("#") or line in used:
+            continue
+        name = line.split(" = ")[0]
+        if name.lower() in FIELDS and name.isupper():
+            raise UserError(f"{name} has no effect, as config.TrainConfig.{name.lower()} is bound; bind only {name}")
+        raise UserError(f"{name}: no setting uses it{_near_macro(name)}; `python train.py --help` lists the settings")
+
+
+def _near_macro(name: str) -> str:
+    return did_you_mean(name.upper(), [field.upper() for field in FIELDS])
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+gin.add_config_file_search_path(str(REPOSITORY))

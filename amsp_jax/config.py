@@ -1,0 +1,144 @@
+"""The settings of a training run as one frozen, checked dataclass.
+
+Each field is a macro of the config files: `learning_rate` is `LEARNING_RATE`. `configs/base.gin` holds
+the defaults, so a field here has none. Nothing in this module knows gin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from amsp_jax.errors import UserError
+
+DType = Literal["float32", "bfloat16"]
+
+_EXAMPLES = {int: "100", float: "0.1", bool: "True", str: "'word'", dict: "\"{'num_layers': 8}\""}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What a run is. The text beside each type is its line in `python train.py --help`.
+
+    Raises:
+      UserError: a value of the wrong type, outside its choices or out of range; it says the right spelling.
+    """
+
+    strategy: Annotated[str, "preset, or 'params=... grads=... opt_state=...' with replica, node, full, AxB or a count"]
+    model: Annotated[str, "name of a model"]
+    model_overrides: Annotated[dict, "fields of the model to change, {'num_layers': 8}"]
+    data: Annotated[str, "training text: 'stdlib', a folder, a .jsonl file or a folder of pre-tokenised arrays"]
+    steps: Annotated[int, "optimizer steps of the whole run"]
+    run_dir: Annotated[str | None, "run folder; None: a fresh numbered one under runs/"]
+    seed: Annotated[int, "of the initial parameters, the sample order and dropout"]
+    global_batch: Annotated[int, "sequences in a step, over all devices"]
+    microbatch: Annotated[int, "sequences a data-parallel rank computes at once"]
+    seq_len: Annotated[int, "tokens in a sequence"]
+    learning_rate: Annotated[float, "highest learning rate, reached after the warm-up"]
+    warmup_steps: Annotated[int, "steps of linear warm-up before the cosine"]
+    weight_decay: Annotated[float, "on matrices only"]
+    clip_norm: Annotated[float | None, "largest global gradient norm; None: no clipping"]
+    optimizer: Annotated[str, "adamw, sgd, adafactor, lion or muon"]
+    compute_dtype: Annotated[DType, "of activations and gathered parameters"]
+    reduce_dtype: Annotated[DType, "of gradients on the wire"]
+    remat: Annotated[Literal["none", "projections", "full"], "what the backward pass computes again"]
+    peel: Annotated[bool, "first and last microbatch outside the accumulation loop, to overlap communication"]
+    checkpoint_every: Annotated[int, "steps between checkpoints; 0: at the end only"]
+    keep_checkpoints: Annotated[int, "newest checkpoints to keep"]
+    eval_every: Annotated[int, "steps between validations; 0: before the first and after the last step only"]
+    eval_batches: Annotated[int | None, "global batches of a validation; None: the whole validation set"]
+    stop_after: Annotated[int | None, "save at this step and exit"]
+    init_from: Annotated[str | None, "run folder or checkpoint whose weights a fresh run starts from"]
+    simulated_nodes: Annotated[int | None, "nodes to simulate on CPU, where there is no accelerator"]
+    simulated_devices_per_node: Annotated[int | None, "CPU devices of each simulated node"]
+    devices_per_node: Annotated[int | None, "splits real devices into logical nodes of this many"]
+
+    def __post_init__(self) -> None:
+        for name, (kind, _) in FIELDS.items():
+            _check_type(name.upper(), getattr(self, name), kind)
+        for name in _AT_LEAST_ONE:
+            _check_least(name, getattr(self, name), 1)
+        for name in _AT_LEAST_ZERO:
+            _check_least(name, getattr(self, name), 0)
+        if self.stop_after is not None and self.stop_after > self.steps:
+            raise UserError(
+                f"STOP_AFTER={self.stop_after} is past the last step, STEPS={self.steps}; stop earlier or at it"
+            )
+
+
+_AT_LEAST_ONE = (
+    *("steps", "global_batch", "microbatch", "seq_len", "keep_checkpoints", "eval_batches", "stop_after"),
+    *("simulated_nodes", "simulated_devices_per_node", "devices_per_node"),
+)
+_AT_LEAST_ZERO = (
+    *("seed", "warmup_steps", "checkpoint_every", "eval_every"),
+    *("learning_rate", "weight_decay", "clip_norm"),
+)
+
+
+def _fields() -> dict[str, tuple[Any, str]]:
+    hints = typing.get_type_hints(TrainConfig, include_extras=True)
+    return {f.name: (hints[f.name].__origin__, hints[f.name].__metadata__[0]) for f in dataclasses.fields(TrainConfig)}
+
+
+FIELDS: dict[str, tuple[Any, str]] = _fields()
+"""Type and one line of explanation of each field, in order."""
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """` (did you mean x?)`, or nothing where no choice is near."""
+    near = difflib.get_close_matches(name, list(choices), 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _check_type(macro: str, value: Any, kind: Any) -> None:
+    alternatives = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    if any(_matches(value, alternative) for alternative in alternatives):
+        return
+    first = alternatives[0]
+    if typing.get_origin(first) is Literal:
+        choices = typing.get_args(first)
+        near = did_you_mean(str(value), choices)
+        raise UserError(f"{macro}={value!r}: {macro} is one of {', '.join(choices)}{near}")
+    or_none = " or None" if type(None) in alternatives else ""
+    raise UserError(
+        f"{macro}={value!r} is {_article(type(value).__name__)}, but {macro} is {_article(first.__name__)}{or_none}"
+        f"; write --gin.{macro}={_spelling(value, first)}"
+    )
+
+
+def _matches(value: Any, kind: Any) -> bool:
+    if typing.get_origin(kind) is Literal:
+        return value in typing.get_args(kind)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) is kind
+
+
+def _spelling(value: Any, kind: type) -> str:
+    """`value` as `kind` where the meaning is plain, else an example."""
+    text = str(value)
+    if kind is bool and text.lower() in ("true", "yes", "on", "1"):
+        return "True"
+    if kind is bool and text.lower() in ("false", "no", "off", "0"):
+        return "False"
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if kind is str:
+        return f"\"'{text}'\""
+    if text.lower() == "none":
+        return "None"
+    return _EXAMPLES[kind]
+
+
+def _article(name: str) -> str:
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
+
+
+def _check_least(name: str, value: float | None, least: int) -> None:
+    if value is not None and not value >= least:
+        raise UserError(f"{name.upper()}={value!r}: it must be at least {least}")
