@@ -56,7 +56,9 @@ class Part:
         abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
         graph, params, rest = nnx.split(abstract, nnx.Param, ...)
         if jax.tree.leaves(rest):
-            names = sorted({type(v).__name__ for v in jax.tree.leaves(rest, is_leaf=lambda v: isinstance(v, nnx.Variable))})
+            names = sorted(
+                {type(v).__name__ for v in jax.tree.leaves(rest, is_leaf=lambda v: isinstance(v, nnx.Variable))}
+            )
             raise UserError(
                 f"{type(abstract).__name__} holds variables that are not nnx.Param ({', '.join(names)}); a part is a pure "
                 "function of its parameters. Take randomness from the `rng` argument and keep no running statistics."
@@ -162,5 +164,7 @@ class Model:
         """The parameter tree as `jax.ShapeDtypeStruct`s, float32, on no device."""
         key = jax.eval_shape(lambda: jax.random.key(0))
         shapes = {id(p.init): jax.eval_shape(p.init, key) for p in (self.embed, *self.blocks, self.head)}
-        tree = self.join(shapes[id(self.embed.init)], [shapes[id(b.init)] for b in self.blocks], shapes[id(self.head.init)])
+        tree = self.join(
+            shapes[id(self.embed.init)], [shapes[id(b.init)] for b in self.blocks], shapes[id(self.head.init)]
+        )
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), tree)

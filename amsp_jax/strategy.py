@@ -1,4 +1,4 @@
-"""How parameters (P), gradients (G) and optimizer states (OS) are spread over the data-parallel ranks (AMSP, arXiv 2311.00257, IV-B).
+"""How parameters (P), gradients (G) and optimizer states (OS) are spread over data ranks (AMSP, arXiv 2311.00257, IV-B).
 
 Each component chooses a sharding; on given data ranks it becomes a degree `intra x inter`: that many
 ranks inside a node times that many nodes hold one copy together. The dependency rule binds the three,

@@ -1,0 +1,97 @@
+"""The collectives of one leaf, for use inside `shard_map`. Those over no axes vanish.
+
+A gradient reaches `gather` backwards and leaves it as the cotangent of `sink`, a float32 array of the shape of
+the leaf's gradient shard: so it is summed in `reduce_dtype`, kept in float32 and never rounded again, whatever
+the compute dtype.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from amsp_jax.mesh import level
+from amsp_jax.plan import LeafPlan
+
+GATHERED = "gathered"
+"""The `checkpoint_name` of gathered parameters: no rematerialisation policy may save them."""
+
+
+def param_shard(leaf: LeafPlan, master: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The P shard of a step from the master's OS shard: cast, all-gather over the grad and opt axes.
+
+    Where P = OS the master itself is the P shard, and the cast happens at each use: no copy.
+    """
+    if not leaf.has_copy:
+        return master
+    return _all_gather(master.astype(dtype), leaf.grad_axes + leaf.opt_axes, leaf.dim)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def gather(leaf: LeafPlan, dtype: jnp.dtype, reduce_dtype: jnp.dtype, shard: jax.Array, sink: jax.Array) -> jax.Array:
+    """The whole leaf, of true shape and compute dtype, from its P shard: all-gather over the param axes.
+
+    Backward, the gradient is reduce-scattered over the param and grad axes and given to `sink`.
+
+    Args:
+      leaf: its plan.
+      dtype: of the result.
+      reduce_dtype: of the reduction.
+      shard: the P shard.
+      sink: float32 zeros of the G shard's shape; never read.
+    """
+    del reduce_dtype, sink
+    whole = _all_gather(shard.astype(dtype), leaf.param_axes, leaf.dim)
+    if leaf.is_padded:
+        whole = lax.slice_in_dim(whole, 0, leaf.shape[leaf.dim], axis=leaf.dim)
+    return checkpoint_name(whole, GATHERED)
+
+
+def _gather_fwd(leaf: LeafPlan, dtype: Any, reduce_dtype: Any, shard: jax.Array, sink: jax.Array) -> Any:
+    return gather(leaf, dtype, reduce_dtype, shard, sink), None
+
+
+def _gather_bwd(leaf: LeafPlan, dtype: Any, reduce_dtype: Any, residual: None, grad: jax.Array) -> Any:
+    del dtype, residual
+    if leaf.is_padded:
+        pad = [(0, 0)] * grad.ndim
+        pad[leaf.dim] = (0, leaf.padded - leaf.shape[leaf.dim])
+        grad = jnp.pad(grad, pad)
+    for axes in _reduction_steps(leaf):
+        grad = _reduce_scatter(grad, axes, leaf.dim, reduce_dtype)
+    return None, grad.astype(jnp.float32)
+
+
+gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+def _reduction_steps(leaf: LeafPlan) -> list[tuple[str, ...]]:
+    """One reduction over param and grad axes where they share a network level, else the param axes first."""
+    both = leaf.param_axes + leaf.grad_axes
+    if len({level(axis) for axis in both}) <= 1:
+        return [both]
+    return [leaf.param_axes, leaf.grad_axes]
+
+
+def reduce_accumulated(leaf: LeafPlan, grad: jax.Array, reduce_dtype: jnp.dtype) -> jax.Array:
+    """The OS shard of the summed gradient from the accumulated G shard, once a step.
+
+    Reduce-scatter over the opt axes, all-reduce over the replica axes. Float32 in and out.
+    """
+    grad = _reduce_scatter(grad, leaf.opt_axes, leaf.dim, reduce_dtype).astype(jnp.float32)
+    if leaf.replica_axes:
+        grad = lax.psum(grad.astype(reduce_dtype), leaf.replica_axes).astype(jnp.float32)
+    return grad
+
+
+def _all_gather(x: jax.Array, axes: tuple[str, ...], dim: int | None) -> jax.Array:
+    return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+
+
+def _reduce_scatter(x: jax.Array, axes: tuple[str, ...], dim: int | None, dtype: jnp.dtype) -> jax.Array:
+    return lax.psum_scatter(x.astype(dtype), axes, scatter_dimension=dim, tiled=True) if axes else x

@@ -1,0 +1,160 @@
+"""The loop over blocks, inside `shard_map`: gather at use, rematerialisation, and who waits for whom in the backward pass.
+
+`jax.checkpoint` ties a block's re-gather to the cotangent that enters the block, so it cannot start before the
+block above is done, and XLA starts reductions as late as it can, so that full gradients pile up. Here the backward
+pass is our own: each block's barrier waits for the cotangent one block earlier (gathers run ahead by one block) and for
+the reduced gradient `reduction_window` blocks earlier (at most that many full gradients are alive).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from amsp_jax.collectives import GATHERED, gather
+from amsp_jax.model import Batch, Params, Part
+from amsp_jax.plan import LeafPlan
+
+PROJECTIONS = ("qkv", "attention_out", "mlp_gate", "mlp_up")
+"""The `checkpoint_name`s of matrix products whose results the policy `projections` keeps."""
+
+
+class Remat(StrEnum):
+    """What a block keeps for its backward pass; gathered parameters never are."""
+
+    NONE = "none"
+    PROJECTIONS = "projections"
+    FULL = "full"
+
+
+def policy(remat: Remat) -> Callable[..., Any]:
+    """The `jax.checkpoint` policy. Full keeps the block's input alone, projections also the results of its matrix
+    products and of fused attention, none everything but the gathered parameters."""
+    if remat is Remat.FULL:
+        return jax.checkpoint_policies.nothing_saveable
+    if remat is Remat.NONE:
+        return _all_but_gathered
+    names = jax.checkpoint_policies.save_only_these_names(*PROJECTIONS)
+    # The fused kernel's own outputs, its softmax statistics included: or its forward would run twice.
+    return jax.checkpoint_policies.save_from_both_policies(names, _is_fused_attention)
+
+
+def _is_fused_attention(primitive: Any, *_: Any, **__: Any) -> bool:
+    return "dot_product_attention_fwd" in primitive.name
+
+
+def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
+    return primitive.name != "all_gather" and params.get("name") != GATHERED
+
+
+class Gather:
+    """Gathers trees of leaves in one compute dtype and one reduction dtype."""
+
+    def __init__(self, dtype: jnp.dtype, reduce_dtype: jnp.dtype) -> None:
+        self.dtype, self.reduce_dtype = dtype, reduce_dtype
+
+    def __call__(self, leaves: Params, shards: Params, sinks: Params) -> Params:
+        """Whole parameters; their reduced gradients go to `sinks` (see `collectives.gather`)."""
+        return jax.tree.map(lambda leaf, w, s: gather(leaf, self.dtype, self.reduce_dtype, w, s), leaves, shards, sinks)
+
+
+def reduction_window(leaves: Params) -> int | None:
+    """How many blocks a gradient's reduction may lag: measured best in compiled schedules, 6 where parameters are
+    sharded, 8 where only gradients are; None where blocks reduce nothing. Below 5, collectives turn synchronous."""
+    plans: list[LeafPlan] = jax.tree.leaves(leaves)
+    if any(leaf.param_axes for leaf in plans):
+        return 6
+    return 8 if any(leaf.grad_axes for leaf in plans) else None
+
+
+def run_blocks(
+    blocks: Sequence[Part],
+    leaves: Sequence[Params],
+    gather_tree: Gather,
+    remat: Remat,
+    shards: Sequence[Params],
+    sinks: Sequence[Params],
+    x: Any,
+    batch: Batch,
+    keys: Sequence[jax.Array],
+) -> Any:
+    """Applies the blocks in turn, each gathered at use and rematerialised.
+
+    Differentiable in `sinks` and `x` alone.
+
+    Args:
+      blocks, leaves, shards, sinks, keys: one item a block.
+      gather_tree: the gather.
+      remat: what a block keeps.
+      x: what flows between blocks, any pytree.
+      batch: the microbatch's arrays.
+    """
+    if not blocks:
+        return x
+    applies = [_checkpointed(part, leaf, gather_tree, remat) for part, leaf in zip(blocks, leaves, strict=True)]
+    stack = _stack(applies, reduction_window(leaves))
+    return stack(list(sinks), x, (list(shards), batch, list(keys)))
+
+
+def _checkpointed(part: Part, leaves: Params, gather_tree: Gather, remat: Remat) -> Callable[..., Any]:
+    def apply(sinks: Params, x: Any, shards: Params, batch: Batch, key: jax.Array) -> Any:
+        return part.apply(gather_tree(leaves, shards, sinks), x, batch, key)
+
+    return jax.checkpoint(apply, policy=policy(remat), prevent_cse=False)
+
+
+def _stack(applies: Sequence[Callable[..., Any]], window: int | None) -> Callable[..., Any]:
+    @jax.custom_vjp
+    def stack(sinks: list[Params], x: Any, constants: Any) -> Any:
+        for apply, sink, *rest in zip(applies, sinks, *constants_of(constants), strict=True):
+            x = apply(sink, x, *rest)
+        return x
+
+    def constants_of(constants: Any) -> tuple[Any, Any, Any]:
+        shards, batch, keys = constants
+        return shards, [batch] * len(applies), keys
+
+    def forward(sinks: list[Params], x: Any, constants: Any) -> Any:
+        vjps = []
+        for apply, sink, shards, batch, key in zip(applies, sinks, *constants_of(constants), strict=True):
+            block = functools.partial(_with_constants, apply, shards, batch, key)
+            x, vjp = jax.vjp(block, sink, x)
+            vjps.append(vjp)
+        return x, vjps
+
+    def backward(vjps: list[Any], cotangent: Any) -> Any:
+        cotangents, grads = [cotangent], []
+        for vjp in reversed(vjps):
+            ready = cotangents[max(0, len(cotangents) - 2)]
+            late = len(grads) - window if window else -1
+            if late >= 0:
+                vjp, grads[late] = _after(ready, (vjp, grads[late]))
+            else:
+                vjp = _after(ready, vjp)
+            grad, cotangent = vjp(cotangent)
+            grads.append(grad)
+            cotangents.append(cotangent)
+        return grads[::-1], cotangent, None
+
+    stack.defvjp(forward, backward)
+    return stack
+
+
+def _with_constants(apply: Any, shards: Params, batch: Batch, key: jax.Array, sinks: Params, x: Any) -> Any:
+    return apply(sinks, x, shards, batch, key)
+
+
+def _after(ready: Any, tree: Any) -> Any:
+    """`tree`, whose arrays XLA may not touch before `ready` is there; `ready` is not consumed."""
+    leaves, structure = jax.tree.flatten(tree)
+    tied = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    barred, _ = lax.optimization_barrier(([leaves[i] for i in tied], ready))
+    for i, leaf in zip(tied, barred, strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(structure, leaves)

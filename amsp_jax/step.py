@@ -1,0 +1,304 @@
+"""The training step of every strategy, and evaluation, which gathers as it does.
+
+The algorithm is in docs/design/architecture.md; `collectives` holds its communication, `stack` the loop over blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from amsp_jax.collectives import param_shard, reduce_accumulated
+from amsp_jax.model import Batch, LossOutput, Model, Params, Part
+from amsp_jax.optimizer import to_storage, to_true
+from amsp_jax.plan import Plan
+from amsp_jax.stack import Gather, Remat, policy, run_blocks
+from amsp_jax.state import TrainState, abstract_state, true_state
+
+
+@flax.struct.dataclass
+class LossSums:
+    """Sums over the global batch: of the loss, of the weights, and of each leaf of the model's aux."""
+
+    loss: jax.Array
+    weight: jax.Array
+    aux: Any
+
+
+@flax.struct.dataclass
+class StepMetrics:
+    """Global values of one step, equal on every device.
+
+    Attributes:
+      loss: mean over the valid tokens of the global batch.
+      grad_norm: 2-norm of the mean gradient, before clipping.
+      num_tokens: sum of the weights of the global batch.
+      aux: the model's, summed.
+    """
+
+    loss: jax.Array
+    grad_norm: jax.Array
+    num_tokens: jax.Array
+    aux: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """How a step computes.
+
+    Attributes:
+      reduce_dtype: in which gradients are summed across devices.
+      remat: what blocks keep for the backward pass.
+      peel: run the first and the last microbatch outside the loop, so that the collectives of once a step overlap
+        them; without effect where there are no such collectives.
+    """
+
+    reduce_dtype: Any = jnp.float32
+    remat: Remat = Remat.PROJECTIONS
+    peel: bool = True
+
+
+GradFn = Callable[[Params, Batch, Any, Any], tuple[LossSums, Params]]
+
+
+def make_train_step(
+    model: Model, optimizer: optax.GradientTransformation, plan: Plan, settings: StepSettings
+) -> Callable[[TrainState, Batch, Any], tuple[TrainState, StepMetrics]]:
+    """The jitted training step `(state, batch, seed) -> (state, metrics)`; the state is donated.
+
+    Args:
+      model: the model.
+      optimizer: any optax transform.
+      plan: of the model's parameters.
+      settings: how it computes.
+
+    Returns:
+      A function whose batch is a dict of arrays [microbatches, rows, ...] at `plan.batch_sharding` and whose state
+      keeps its shardings. It compiles once for each shape of batch.
+    """
+    grads_of, update = make_grad_fn(model, plan, settings), make_update_fn(model, optimizer, plan)
+
+    def step(state: TrainState, batch: Batch, seed: jax.Array) -> tuple[TrainState, StepMetrics]:
+        sums, grads = grads_of(state.params, batch, seed, state.step)
+        return update(state, grads, sums)
+
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer, plan))
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, plan.replicated))
+
+
+def make_update_fn(
+    model: Model, optimizer: optax.GradientTransformation, plan: Plan
+) -> Callable[[TrainState, Params, LossSums], tuple[TrainState, StepMetrics]]:
+    """`(state, summed gradients, sums) -> (state, metrics)`: the mean gradient, and optax on leaves of true shape."""
+    true, stored = true_state(model, optimizer), abstract_state(model, optimizer, plan)
+
+    def update(state: TrainState, grads: Params, sums: LossSums) -> tuple[TrainState, StepMetrics]:
+        # A global batch without a valid token has gradient zero, not 0/0.
+        scale = 1.0 / jnp.maximum(sums.weight, 1.0)
+        grads = jax.tree.map(lambda g: g * scale, to_true(grads, true.params))
+        params = to_true(state.params, true.params)
+        with jax.numpy_dtype_promotion("standard"):
+            norm = optax.global_norm(grads)
+            updates, opt_state = optimizer.update(grads, to_true(state.opt_state, true.opt_state), params)
+            params = optax.apply_updates(params, updates)
+        new = TrainState(
+            step=state.step + 1,
+            params=to_storage(params, stored.params),
+            opt_state=to_storage(opt_state, stored.opt_state),
+        )
+        return new, StepMetrics(loss=sums.loss * scale, grad_norm=norm, num_tokens=sums.weight, aux=sums.aux)
+
+    return update
+
+
+def make_grad_fn(model: Model, plan: Plan, settings: StepSettings) -> GradFn:
+    """`(params, batch, seed, step) -> (sums, gradients of the summed loss at the OS sharding)`.
+
+    `params` are the stored master; batch as in `make_train_step`; sums are global. To be called under `jit`.
+    """
+
+    def local(params: Params, batch: Batch, rows: jax.Array, seed: Any, step: Any) -> tuple[LossSums, Params]:
+        shards = _param_shards(plan, params)
+        microbatch = _microbatch_grads(model, plan, settings, shards, seed, step)
+        sums, grads = _accumulate(microbatch, (batch, rows), _peels(plan, settings), shards)
+        grads = jax.tree.map(lambda leaf, g: reduce_accumulated(leaf, g, settings.reduce_dtype), plan.leaves, grads)
+        return _global_sums(plan, sums), grads
+
+    def grads_of(params: Params, batch: Batch, seed: Any, step: Any) -> tuple[LossSums, Params]:
+        specs = jax.tree.map(lambda leaf: leaf.opt_spec, plan.leaves)
+        data = plan.batch_spec
+        mapped = jax.shard_map(
+            local, mesh=plan.mesh, in_specs=(specs, data, data, P(), P()), out_specs=(P(), specs), check_vma=False
+        )
+        return mapped(params, batch, _row_numbers(batch), jnp.asarray(seed), jnp.asarray(step))
+
+    return grads_of
+
+
+def _row_numbers(batch: Batch) -> jax.Array:
+    """[microbatches, rows] int32: the number of each row in the global batch."""
+    shape = jax.tree.leaves(batch)[0].shape[:2]
+    return jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
+
+
+def row_keys(seed: Any, step: Any, rows: jax.Array) -> jax.Array:
+    """One PRNG key per row of the global batch: a function of (seed, step, row), so the same on every mesh."""
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    return jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
+
+
+def _param_shards(plan: Plan, params: Params) -> Params:
+    return jax.tree.map(lambda leaf, x: param_shard(leaf, x, plan.compute_dtype), plan.leaves, params)
+
+
+def _peels(plan: Plan, settings: StepSettings) -> bool:
+    axes = plan.axes
+    return settings.peel and bool(axes.grad or axes.opt or axes.replica)
+
+
+def _microbatch_grads(
+    model: Model, plan: Plan, settings: StepSettings, shards: Params, seed: Any, step: Any
+) -> Callable[[Params, Any], tuple[LossSums, Params]]:
+    """`(shards, (batch, rows)) -> (local sums, float32 G shards)` of one microbatch."""
+    gather_tree = Gather(plan.compute_dtype, settings.reduce_dtype)
+    sinks = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shard_shape(leaf.param_axes + leaf.grad_axes), jnp.float32), plan.leaves
+    )
+
+    def grads(shards: Params, data: tuple[Batch, jax.Array]) -> tuple[LossSums, Params]:
+        batch, rows = data
+        keys = row_keys(seed, step, rows)
+
+        def loss(sinks: Params) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+            (total, weight), aux = _apply(model, plan, gather_tree, settings.remat, shards, sinks, batch, keys)
+            return total, (weight, aux)
+
+        (total, (weight, aux)), gradient = jax.value_and_grad(loss, has_aux=True)(sinks)
+        return LossSums(loss=total, weight=weight, aux=aux), gradient
+
+    return grads
+
+
+def _apply(
+    model: Model, plan: Plan, gather_tree: Gather, remat: Remat, shards: Params, sinks: Params, batch: Batch, keys: Any
+) -> LossOutput:
+    """The model on one microbatch: each part's parameters gathered where it is used."""
+    (embed_l, blocks_l, head_l), (embed_w, blocks_w, head_w), (embed_s, blocks_s, head_s) = map(
+        model.split, (plan.leaves, shards, sinks)
+    )
+    embed = gather_tree(embed_l, embed_w, embed_s)
+    x = model.embed.apply(embed, batch, keys)
+    block_keys = [jax.vmap(lambda k, i=i: jax.random.fold_in(k, i))(keys) for i in range(1, len(model.blocks) + 1)]
+    x = run_blocks(model.blocks, blocks_l, gather_tree, remat, blocks_w, blocks_s, x, batch, block_keys)
+    head = _head_of(model, gather_tree, remat, head_l)
+    return head(head_s, head_w, embed if model.tied else None, x, batch, keys)
+
+
+def _head_of(model: Model, gather_tree: Gather, remat: Remat, leaves: Params) -> Callable[..., LossOutput]:
+    def head(sinks: Params, shards: Params, embed: Params | None, x: Any, batch: Batch, keys: Any) -> LossOutput:
+        return model.head.apply(gather_tree(leaves, shards, sinks), embed, x, batch, keys)
+
+    if model.blocks:
+        return head
+    # The whole model: it must not keep its gathered parameters, and the names of projections mean nothing in it.
+    return jax.checkpoint(head, policy=policy(Remat.FULL if remat is Remat.FULL else Remat.NONE), prevent_cse=False)
+
+
+def _accumulate(microbatch: Any, data: Any, peel: bool, shards: Params) -> tuple[LossSums, Params]:
+    """Sums `microbatch` over the leading dimension of `data`.
+
+    The barriers keep XLA from hoisting the parameter gathers out of the loop, from merging those of different
+    microbatches (whole parameters would stay alive), and from starting the last microbatch before the loop.
+    """
+    count = jax.tree.leaves(data)[0].shape[0]
+
+    def run(shards: Params, item: Any) -> tuple[LossSums, Params]:
+        return microbatch(*lax.optimization_barrier((shards, item)))
+
+    def body(total: Any, item: Any) -> tuple[Any, None]:
+        return _add(total, run(shards, item)), None
+
+    item = lambda i: jax.tree.map(lambda x: x[i], data)  # noqa: E731
+    if count == 1:
+        return microbatch(shards, item(0))
+    if not peel:
+        shapes = jax.eval_shape(run, shards, item(0))
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return lax.scan(body, zeros, data)[0]
+    total = run(shards, item(0))
+    if count > 2:
+        total = lax.scan(body, total, jax.tree.map(lambda x: x[1:-1], data))[0]
+    total, late_shards, last = lax.optimization_barrier((total, shards, item(-1)))
+    return _add(total, run(late_shards, last))
+
+
+def _add(a: Any, b: Any) -> Any:
+    return jax.tree.map(jnp.add, a, b)
+
+
+def _global_sums(plan: Plan, sums: LossSums) -> LossSums:
+    axes = plan.axes.all
+    return jax.tree.map(lambda x: lax.psum(x, axes), sums) if axes else sums
+
+
+def make_eval_step(model: Model, plan: Plan, settings: StepSettings) -> Callable[[Params, Batch], LossSums]:
+    """The jitted `(params, batch) -> global sums`, the batch as in `make_train_step`; keys are those of step 0."""
+
+    def local(params: Params, batch: Batch, rows: jax.Array) -> LossSums:
+        shards = _param_shards(plan, params)
+
+        def one(item: Any) -> LossSums:
+            batch, rows = item
+            (total, weight), aux = _forward(model, plan, settings, shards, batch, row_keys(0, 0, rows))
+            return LossSums(loss=total, weight=weight, aux=aux)
+
+        sums = lax.map(one, (batch, rows))
+        return _global_sums(plan, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums))
+
+    return _mapped(plan, local, P())
+
+
+def make_logits_step(model: Model, plan: Plan, settings: StepSettings) -> Callable[[Params, Batch], jax.Array]:
+    """The jitted `(params, batch) -> logits [microbatches, rows, seq, vocab]`, rows sharded as the batch's.
+
+    Only for a model with `logits`.
+    """
+    logits = model.logits
+    assert logits is not None, f"{model.name} has no logits"
+    head = Part(model.head.init, lambda params, embed, x, batch, rng: logits(params, embed, x))
+    speaking = dataclasses.replace(model, head=head)
+
+    def local(params: Params, batch: Batch, rows: jax.Array) -> jax.Array:
+        shards = _param_shards(plan, params)
+        return lax.map(
+            lambda item: _forward(speaking, plan, settings, shards, item[0], row_keys(0, 0, item[1])), (batch, rows)
+        )
+
+    return _mapped(plan, local, plan.batch_spec)
+
+
+def _forward(model: Model, plan: Plan, settings: StepSettings, shards: Params, batch: Batch, keys: Any) -> Any:
+    """The forward pass; sinks are never read, so they may be empty scalars."""
+    sinks = jax.tree.map(lambda leaf: jnp.float32(0), plan.leaves)
+    gather_tree = Gather(plan.compute_dtype, settings.reduce_dtype)
+    return _apply(model, plan, gather_tree, settings.remat, shards, sinks, batch, keys)
+
+
+def _mapped(plan: Plan, local: Callable[..., Any], out_specs: Any) -> Callable[[Params, Batch], Any]:
+    def call(params: Params, batch: Batch) -> Any:
+        specs = jax.tree.map(lambda leaf: leaf.opt_spec, plan.leaves)
+        data = plan.batch_spec
+        mapped = jax.shard_map(
+            local, mesh=plan.mesh, in_specs=(specs, data, data), out_specs=out_specs, check_vma=False
+        )
+        return mapped(params, batch, _row_numbers(batch))
+
+    return jax.jit(call)
