@@ -1,0 +1,268 @@
+"""What a run reports: one JSON row a step, TensorBoard events beside it, and a live line.
+
+JSON has no NaN or infinity, so a float that is not finite is written as the string "nan", "inf" or "-inf"
+and every line stays readable to any JSON parser; `read_rows` turns them back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from amsp_jax.errors import UserError
+
+TRAIN_FILE = "metrics.jsonl"
+VALIDATION_FILE = "validation.jsonl"
+_NOT_FINITE = {"nan", "inf", "-inf"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainRow:
+    """One training step; numbers are global unless their name says otherwise, None where unknown.
+
+    Attributes:
+      step: counts from 1.
+      loss: mean over the valid tokens of the global batch.
+      grad_norm: before clipping.
+      learning_rate: the one this step used.
+      num_tokens: valid tokens.
+      step_time_s: wall time.
+      tokens_per_s: tokens of the global batch, padding included, per second.
+      tokens_per_s_per_device: the same over the number of devices.
+      tflops_per_device: model TFLOP/s without recomputation.
+      mfu: of the device's peak, with causal attention counted once.
+      mfu_paper: as AMSP counts, without the causal discount.
+      peak_memory_bytes: the largest of this process's devices.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_tokens: int
+    step_time_s: float
+    tokens_per_s: float
+    tokens_per_s_per_device: float
+    tflops_per_device: float | None
+    mfu: float | None
+    mfu_paper: float | None
+    peak_memory_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValidationRow:
+    """One evaluation: `loss` is the mean over `num_tokens` valid tokens after `step` training steps."""
+
+    step: int
+    loss: float
+    num_tokens: int
+
+
+class MetricsWriter:
+    """Writes `metrics.jsonl`, `validation.jsonl` and, if tensorboard is installed, its events.
+
+    Every row is on disk when the call returns, so a killed run loses none.
+    """
+
+    def __init__(self, run_dir: str | pathlib.Path, resume_step: int | None, *, enabled: bool = True) -> None:
+        """Opens the files, dropping the rows that the run will write again.
+
+        Args:
+          run_dir: an existing folder.
+          resume_step: the step of the checkpoint that the run goes on from; None for a new run.
+          enabled: True on process 0 only; the others call the same methods and write nothing.
+
+        Raises:
+          UserError: the files cannot be read or written.
+        """
+        self._files: dict[str, TextIO] = {}
+        self._events: _Events | None = None
+        if not enabled:
+            return
+        run_dir = pathlib.Path(run_dir)
+        last_step = resume_step or 0
+        try:
+            for name in (TRAIN_FILE, VALIDATION_FILE):
+                _drop_rows_after(run_dir / name, last_step)
+                self._files[name] = (run_dir / name).open("a", encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"metrics in {run_dir} cannot be written: {error}. Set RUN_DIR to a folder you own."
+            ) from error
+        if importlib.util.find_spec("tensorboard") is not None:
+            self._events = _Events(run_dir / "tensorboard", last_step)
+
+    def train(self, row: TrainRow) -> None:
+        """Adds the row of one training step."""
+        self._write(TRAIN_FILE, "train", row)
+
+    def validation(self, row: ValidationRow) -> None:
+        """Adds the row of one evaluation."""
+        self._write(VALIDATION_FILE, "validation", row)
+
+    def close(self) -> None:
+        """Closes the files; the writer is of no use afterwards."""
+        for file in self._files.values():
+            file.close()
+        if self._events:
+            self._events.close()
+
+    def _write(self, name: str, tag: str, row: TrainRow | ValidationRow) -> None:
+        if not self._files:
+            return
+        values = dataclasses.asdict(row)
+        self._files[name].write(_to_json(values) + "\n")
+        self._files[name].flush()
+        if self._events:
+            step = values.pop("step")
+            self._events.add(step, {f"{tag}/{key}": value for key, value in values.items() if value is not None})
+
+
+def read_rows(path: str | pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file in order; a last line cut short by a killed process is left out.
+
+    Raises:
+      UserError: a line before the last is not a JSON object.
+    """
+    lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise UserError(f"{path}, line {number} is not a JSON object ({error}). Remove that line.") from error
+        rows.append({key: float(value) if value in _NOT_FINITE else value for key, value in row.items()})
+    return rows
+
+
+def _to_json(row: dict[str, Any]) -> str:
+    def finite(value: Any) -> Any:
+        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps({key: finite(value) for key, value in row.items()}, allow_nan=False)
+
+
+def _drop_rows_after(path: pathlib.Path, last_step: int) -> None:
+    """Leaves rows up to `last_step`; a reader or a crash sees the old file or the new one, never a part."""
+    if not path.exists():
+        return
+    kept = [row for row in read_rows(path) if row["step"] <= last_step]
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(_to_json(row) + "\n" for row in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+class _Events:
+    """TensorBoard's event file, without TensorFlow."""
+
+    def __init__(self, directory: pathlib.Path, last_step: int) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._writer = EventFileWriter(str(directory))
+        # A session start makes TensorBoard forget what earlier files say of these steps and later ones.
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._writer.add_event(self._event(wall_time=time.time(), step=last_step + 1, session_log=start))
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        summary = self._summary(value=[self._summary.Value(tag=tag, simple_value=v) for tag, v in values.items()])
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class ProgressLine:
+    """Says where the run is: one line rewritten in place on a terminal, now and then a line elsewhere."""
+
+    def __init__(
+        self, num_steps: int, *, stream: TextIO = sys.stdout, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Starts silent; `num_steps` is the step at which the run ends, `stream` where the line goes."""
+        self._num_steps, self._stream, self._clock = num_steps, stream, clock
+        self._is_terminal = stream.isatty()
+        self._interval_s = 0.1 if self._is_terminal else 5.0
+        self._first: tuple[int, float] | None = None
+        self._last_row: TrainRow | None = None
+        self._shown_step, self._shown_at = 0, -math.inf
+
+    def update(self, row: TrainRow) -> None:
+        """Shows `row` if it is the first, the last, or enough time has passed."""
+        now = self._clock()
+        self._first = self._first or (row.step, now)
+        self._last_row = row
+        if row.step >= self._num_steps or now - self._shown_at >= self._interval_s:
+            self._show(now)
+
+    def print(self, text: str) -> None:
+        """Writes `text` on lines of its own, above the live line."""
+        self._stream.write(f"\r\x1b[K{text}\n" if self._is_terminal else f"{text}\n")
+        if self._is_terminal and self._last_row:
+            self._show(self._clock())
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Shows the last row, if it was not yet shown, and ends the line."""
+        if self._last_row is None:
+            return
+        if self._last_row.step != self._shown_step:
+            self._show(self._clock())
+        if self._is_terminal:
+            self._stream.write("\n")
+        self._stream.flush()
+
+    def _show(self, now: float) -> None:
+        assert self._last_row is not None
+        text = self._text(self._last_row, now)
+        if self._is_terminal:
+            # A line that wraps cannot be rewritten.
+            self._stream.write("\r\x1b[K" + text[: shutil.get_terminal_size().columns - 1])
+        else:
+            self._stream.write(text + "\n")
+        self._stream.flush()
+        self._shown_step, self._shown_at = self._last_row.step, now
+
+    def _text(self, row: TrainRow, now: float) -> str:
+        parts = [f"step {row.step}/{self._num_steps}", f"loss {row.loss:.4f}", f"{_short(row.tokens_per_s)} tokens/s"]
+        if row.mfu is not None:
+            parts.append(f"MFU {100 * row.mfu:.1f} %")
+        left_s = self._seconds_left(row.step, now)
+        if left_s is not None:
+            parts.append(f"{_clock_time(left_s)} left")
+        return "  ".join(parts)
+
+    def _seconds_left(self, step: int, now: float) -> float | None:
+        """By the mean pace since the first step shown, which leaves compilation out; None before there is one."""
+        assert self._first is not None
+        first_step, first_at = self._first
+        if step == first_step:
+            return None
+        return (now - first_at) / (step - first_step) * max(self._num_steps - step, 0)
+
+
+def _short(value: float) -> str:
+    for unit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:.3g}{suffix}" if value < 100 * unit else f"{value / unit:.0f}{suffix}"
+    return f"{value:.0f}"
+
+
+def _clock_time(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
