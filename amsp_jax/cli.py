@@ -20,8 +20,12 @@ import gin
 
 from amsp_jax.config import FIELDS, TrainConfig, did_you_mean
 from amsp_jax.errors import UserError
+from amsp_jax.optimizer import OPTIMIZERS
+from amsp_jax.strategy import PRESETS, PRESETS_WITH_RANKS
+from models.registry import MODELS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+QUICKSTART = "configs/quickstart.gin"
 BASE_CONFIG = REPOSITORY / "configs" / "base.gin"
 
 _FLAG = "--gin."
@@ -162,6 +166,41 @@ def base_macros() -> dict[str, Any]:
         gin.clear_config()
         gin.parse_config_file(str(BASE_CONFIG))
     return {name.upper(): gin.query_parameter(f"{name.upper()}/gin.macro.value") for name in FIELDS}
+
+
+def help_text() -> str:
+    """What `python train.py --help` prints."""
+    defaults = base_macros()
+    settings = [f"  {name:<27} {defaults[name]!r:<16} {text}" for name, text in _explained()]
+    presets = [
+        f"  {name + ('(k)' if name in PRESETS_WITH_RANKS else ''):<11} {_first_line(PRESETS[name])}" for name in PRESETS
+    ]
+    return "\n".join(
+        [
+            "python train.py [--gin_file=FILE]... [--gin.NAME=VALUE]...",
+            "                [--coordinator HOST:PORT --num_processes N --process_id I]",
+            "",
+            f"Without an argument it runs {QUICKSTART}. A later file or flag wins over an earlier one.",
+            "",
+            "Settings, their defaults (configs/base.gin) and meaning:",
+            *settings,
+            "",
+            "Strategies (STRATEGY): 'params=... grads=... opt_state=...', each replica, node, full, AxB (A devices of",
+            "each of B nodes) or a count of devices; or a preset, where k is a number of devices:",
+            *presets,
+            "",
+            f"Models (MODEL): {', '.join(MODELS)}",
+            f"Optimizers (OPTIMIZER): {', '.join(OPTIMIZERS)}",
+        ]
+    )
+
+
+def _explained() -> Iterator[tuple[str, str]]:
+    return ((name.upper(), text) for name, (_, text) in FIELDS.items())
+
+
+def _first_line(function: Callable[..., Any]) -> str:
+    return (function.__doc__ or "").splitlines()[0]
 
 
 @contextlib.contextmanager
