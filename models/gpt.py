@@ -1,0 +1,132 @@
+"""GPT: LayerNorm, learned positions, GELU, biases, embeddings tied to the head.
+
+Radford et al. (GPT-2) and Brown et al., arXiv 2005.14165. Shape suffixes as in `models.layers`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from amsp_jax.errors import UserError
+from amsp_jax.model import Batch, Model, ModelNumbers, Part
+from models import layers
+from models.config import TransformerConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTConfig(TransformerConfig):
+    """A GPT's sizes.
+
+    Attributes:
+      max_seq_len: rows of the table of positions; no longer sequence can be trained or generated.
+    """
+
+    max_seq_len: int
+    tied: bool = True
+
+    def numbers(self) -> ModelNumbers:
+        """Parameters and FLOPs by arithmetic."""
+        matrices = 4 * self.hidden**2 + 2 * self.hidden * self.ffn
+        biases_and_norms = 4 * self.hidden + self.ffn + self.hidden + 4 * self.hidden
+        table = self.vocab_size * self.hidden
+        outside = table * (1 if self.tied else 2) + self.max_seq_len * self.hidden + 2 * self.hidden
+        return ModelNumbers(
+            num_params=self.num_layers * (matrices + biases_and_norms) + outside,
+            num_matmul_params=self.num_layers * matrices + table,
+            num_layers=self.num_layers,
+            attention_width=self.hidden,
+        )
+
+
+class Embedding(nnx.Module):
+    """Token embedding plus learned position."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        self.table = layers.normal_table(config.vocab_size, config.hidden, config.init_std, rngs)
+        self.positions = layers.normal_table(config.max_seq_len, config.hidden, config.init_std, rngs)
+
+    def __call__(self, batch: Batch, rng: jax.Array) -> jax.Array:
+        """The tokens' rows and the first S positions, added up: [B, S, D].
+
+        Raises:
+          UserError: the sequence is longer than the table of positions.
+        """
+        del rng
+        positions, seq_len = self.positions[...], batch["tokens"].shape[1]
+        if seq_len > positions.shape[0]:
+            raise UserError(
+                f"a sequence of {seq_len} tokens is longer than the model's max_seq_len {positions.shape[0]}; "
+                "shorten SEQ_LEN or raise the model's max_seq_len."
+            )
+        return layers.embed(self.table[...], batch["tokens"]) + positions[:seq_len]
+
+
+class Attention(nnx.Module):
+    """Causal multi-head attention."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        self.config = config
+        self.q = layers.linear(config.hidden, config.hidden, config.init_std, rngs, bias=True)
+        self.k = layers.linear(config.hidden, config.hidden, config.init_std, rngs, bias=True)
+        self.v = layers.linear(config.hidden, config.hidden, config.init_std, rngs, bias=True)
+        self.o = layers.linear(config.hidden, config.hidden, config.residual_init_std, rngs, bias=True)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """[B, S, D] to [B, S, D]."""
+        q_BSNH, k_BSNH, v_BSNH = (
+            layers.split_heads(checkpoint_name(project(x_BSD), "qkv"), self.config.num_heads)
+            for project in (self.q, self.k, self.v)
+        )
+        heads_BSD = layers.causal_attention(q_BSNH, k_BSNH, v_BSNH, self.config.attention)
+        return checkpoint_name(self.o(heads_BSD), "attention_out")
+
+
+class MLP(nnx.Module):
+    """down(gelu(up(x))), with the tanh form of GELU as in GPT-2."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        self.up = layers.linear(config.hidden, config.ffn, config.init_std, rngs, bias=True)
+        self.down = layers.linear(config.ffn, config.hidden, config.residual_init_std, rngs, bias=True)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """[B, S, D] to [B, S, D]."""
+        up_BSF = checkpoint_name(self.up(x_BSD), "mlp_up")
+        return self.down(jax.nn.gelu(up_BSF, approximate=True))
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each normalised first and added to the residual stream."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        self.attention_norm = layers.LayerNorm(config.hidden, config.norm_eps)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = layers.LayerNorm(config.hidden, config.norm_eps)
+        self.mlp = MLP(config, rngs)
+
+    def __call__(self, x_BSD: jax.Array, batch: Batch, rng: jax.Array) -> jax.Array:
+        """[B, S, D] to [B, S, D]."""
+        del batch, rng
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
+        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+
+
+def gpt(config: GPTConfig, name: str = "gpt") -> Model:
+    """The model of `config`; the numbers of a batch are those of one device."""
+    block = Part.from_nnx(lambda rngs: Block(config, rngs))
+
+    def make_head(rngs: nnx.Rngs) -> layers.Head:
+        return layers.Head(layers.LayerNorm(config.hidden, config.norm_eps), config, rngs)
+
+    return Model(
+        name=name,
+        embed=Part.from_nnx(lambda rngs: Embedding(config, rngs)),
+        blocks=(block,) * config.num_layers,
+        head=Part.from_nnx(make_head),
+        tied=config.tied,
+        logits=Part.from_nnx(make_head, layers.Head.logits).apply,
+        numbers=config.numbers(),
+    )

@@ -1,0 +1,200 @@
+"""Pieces that the models share, as single-device mathematics.
+
+Parameters are created in float32 and arrive in the compute dtype, which is also the dtype of activations.
+Statistics, softmax and loss are computed in float32. Every cast is written out.
+
+Shape suffixes: B rows, S sequence, D hidden, N query heads, K key and value heads, H head dim, F ffn, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from amsp_jax.model import Batch, LossOutput
+from models.config import AttentionImplementation, TransformerConfig
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale (Zhang and Sennrich, arXiv 1910.07467); computed in float32, returned in x's dtype."""
+
+    def __init__(self, hidden: int, eps: float):
+        self.scale = nnx.Param(jnp.ones((hidden,), jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """Normalises the last dimension."""
+        x = x_BSD.astype(jnp.float32)
+        normal = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
+        return (normal * self.scale[...].astype(jnp.float32)).astype(x_BSD.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / std * scale + bias; computed in float32, returned in x's dtype."""
+
+    def __init__(self, hidden: int, eps: float):
+        self.scale = nnx.Param(jnp.ones((hidden,), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((hidden,), jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """Normalises the last dimension."""
+        x = x_BSD.astype(jnp.float32)
+        # The mean goes first: E[x^2] - E[x]^2 cancels where the mean is large.
+        centred = x - jnp.mean(x, axis=-1, keepdims=True)
+        normal = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.eps)
+        scaled = normal * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        return scaled.astype(x_BSD.dtype)
+
+
+def linear(num_in: int, num_out: int, std: float, rngs: nnx.Rngs, *, bias: bool = False) -> nnx.Linear:
+    """A projection with a [num_in, num_out] kernel drawn from a normal distribution, and a zero bias."""
+    return nnx.Linear(num_in, num_out, use_bias=bias, kernel_init=jax.nn.initializers.normal(std), rngs=rngs)
+
+
+def normal_table(num_rows: int, hidden: int, std: float, rngs: nnx.Rngs) -> nnx.Param:
+    """An embedding table [num_rows, hidden] drawn from a normal distribution."""
+    return nnx.Param(jax.nn.initializers.normal(std)(rngs.params(), (num_rows, hidden), jnp.float32))
+
+
+def embed(table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
+    """Rows of the table, [B, S, D] in its dtype; the gradient is summed in float32 and rounded once.
+
+    A frequent token's gradient is a sum of thousands of small terms: added up in bfloat16 it was off by 2.5 to 5 %.
+    Tokens outside the vocabulary, which have weight 0, take its first or last row: never a NaN.
+    """
+    num_rows = table_VD.shape[0]
+    return _lookup(num_rows, table_VD.dtype, table_VD, jnp.clip(tokens_BS, 0, num_rows - 1))
+
+
+# The table's shape and dtype are static arguments, because a residual would keep the whole table alive.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _lookup(num_rows: int, dtype: DTypeLike, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
+    del num_rows, dtype
+    return table_VD.at[tokens_BS].get(mode="promise_in_bounds")
+
+
+def _lookup_forward(
+    num_rows: int, dtype: DTypeLike, table_VD: jax.Array, tokens_BS: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return _lookup(num_rows, dtype, table_VD, tokens_BS), tokens_BS
+
+
+def _lookup_backward(
+    num_rows: int, dtype: DTypeLike, tokens_BS: jax.Array, grad_BSD: jax.Array
+) -> tuple[jax.Array, None]:
+    zeros_VD = jnp.zeros((num_rows, grad_BSD.shape[-1]), jnp.float32)
+    grad_VD = zeros_VD.at[tokens_BS].add(grad_BSD.astype(jnp.float32), mode="promise_in_bounds")
+    return grad_VD.astype(dtype), None
+
+
+_lookup.defvjp(_lookup_forward, _lookup_backward)
+
+
+def rotate(x_BSNH: jax.Array, theta: float) -> jax.Array:
+    """Rotary position embedding (Su et al., arXiv 2104.09864) of the two halves of a head, in x's dtype."""
+    seq_len, head_dim = x_BSNH.shape[1], x_BSNH.shape[3]
+    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angle = jnp.arange(seq_len, dtype=jnp.float32)[:, None] * frequency
+    cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
+    first, second = jnp.split(x_BSNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BSNH.dtype)
+
+
+def split_heads(x_BSD: jax.Array, num_heads: int) -> jax.Array:
+    """[B, S, heads x head dim] to [B, S, heads, head dim]."""
+    return x_BSD.reshape(*x_BSD.shape[:2], num_heads, -1)
+
+
+def causal_attention(
+    q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, implementation: AttentionImplementation
+) -> jax.Array:
+    """Each token attends to itself and the tokens before it; returns [B, S, N x H]. N is a multiple of K."""
+    # Its XLA form asks for the common dtype of bfloat16 and float32, which jax_numpy_dtype_promotion=strict refuses.
+    with jax.numpy_dtype_promotion("standard"):
+        out_BSNH = jax.nn.dot_product_attention(q_BSNH, k_BSKH, v_BSKH, is_causal=True, implementation=implementation)
+    return out_BSNH.reshape(*out_BSNH.shape[:2], -1)
+
+
+def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, weights_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The weighted sum of the tokens' cross-entropies in nats, and the sum of the weights, float32.
+
+    Targets of weight 0 may be any integer.
+    """
+    logits = logits_BSV.astype(jnp.float32)
+    # take_along_axis would make the backward a float32 scatter into [B, S, V]; a masked sum fuses with the softmax.
+    is_target = jax.lax.broadcasted_iota(targets_BS.dtype, logits.shape, 2) == targets_BS[..., None]
+    target_BS = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+    weights = weights_BS.astype(jnp.float32)
+    return jnp.sum((jax.nn.logsumexp(logits, axis=-1) - target_BS) * weights), jnp.sum(weights)
+
+
+class Head(nnx.Module):
+    """Final norm, logits and loss; its own matrix [D, V] unless tied to the embedding's `table` [V, D]."""
+
+    def __init__(self, norm: nnx.Module, config: TransformerConfig, rngs: nnx.Rngs):
+        self.norm = norm
+        if not config.tied:
+            self.output = linear(config.hidden, config.vocab_size, config.init_std, rngs)
+        self.tied = config.tied
+
+    def logits(self, embed_params: Any, x_BSD: jax.Array) -> jax.Array:
+        """[B, S, V] in the compute dtype."""
+        x_BSD = self.norm(x_BSD)
+        return x_BSD @ embed_params["table"].T if self.tied else self.output(x_BSD)
+
+    def __call__(self, embed_params: Any, x_BSD: jax.Array, batch: Batch, rng: jax.Array) -> LossOutput:
+        """((sum of losses, sum of weights), no aux)."""
+        del rng
+        return cross_entropy(self.logits(embed_params, x_BSD), batch["targets"], batch["weights"]), {}
+
+
+class AttentionChoice(NamedTuple):
+    """An implementation of attention and the reason for it, to be printed."""
+
+    implementation: AttentionImplementation
+    reason: str
+
+
+def choose_attention(
+    platform: str, compute_capability: str | None, head_dim: int, compute_dtype: DTypeLike
+) -> AttentionChoice:
+    """cuDNN's flash attention where it exists, else XLA's, which holds a [B, N, S, S] matrix of scores.
+
+    Args:
+      platform: a device's `platform`: "gpu", "cuda", "rocm", "cpu", ...
+      compute_capability: a device's `compute_capability`: "9.0" on NVIDIA, "gfx942" on AMD, None where it has none.
+      head_dim: width of a head.
+      compute_dtype: dtype of the activations.
+
+    Example:
+      >>> choose_attention("gpu", "9.0", 128, "bfloat16").implementation
+      'cudnn'
+    """
+    dtype = jnp.dtype(compute_dtype).name
+    major = _nvidia_generation(compute_capability)
+    if platform not in ("gpu", "cuda") or major is None:
+        return AttentionChoice("xla", f"XLA attention: cuDNN is for NVIDIA GPUs, this platform is {platform}")
+    if major < 8:
+        return AttentionChoice(
+            "xla", f"XLA attention: cuDNN needs compute capability 8.0 or later, this is {compute_capability}"
+        )
+    if dtype not in ("bfloat16", "float16"):
+        return AttentionChoice("xla", f"XLA attention: cuDNN needs bfloat16 or float16, the compute dtype is {dtype}")
+    limit = 256 if major >= 9 else 128
+    if head_dim % 8 or head_dim > limit:
+        return AttentionChoice(
+            "xla", f"XLA attention: cuDNN needs a head dim that divides by 8 and is at most {limit}, this is {head_dim}"
+        )
+    return AttentionChoice("cudnn", f"cuDNN flash attention: {dtype}, head dim {head_dim}, NVIDIA {compute_capability}")
+
+
+def _nvidia_generation(compute_capability: str | None) -> int | None:
+    """The major number of "9.0"; None for AMD's "gfx942" and for no answer."""
+    major = (compute_capability or "").split(".")[0]
+    return int(major) if major.isdigit() else None

@@ -1,0 +1,356 @@
+"""The models as single-device mathematics, against a numpy oracle; the registry and its numbers."""
+
+import dataclasses
+import re
+import time
+
+import chex
+import jax
+import jax.numpy as jnp
+import models_reference as reference
+import numpy as np
+import pytest
+
+from amsp_jax.errors import UserError
+from models import MODELS, GPTConfig, LlamaConfig, build_model, gpt, llama, model_config
+from models.layers import choose_attention, cross_entropy, embed
+
+LLAMA = LlamaConfig(num_layers=2, hidden=32, ffn=48, num_heads=4, num_kv_heads=2, vocab_size=61, init_std=0.2)
+GPT = GPTConfig(num_layers=2, hidden=32, ffn=48, num_heads=4, vocab_size=61, max_seq_len=16, init_std=0.2)
+CONFIGS = {
+    "llama": LLAMA,
+    "llama-tied": dataclasses.replace(LLAMA, tied=True, num_kv_heads=4),
+    "gpt": GPT,
+    "gpt-untied": dataclasses.replace(GPT, tied=False),
+}
+
+
+def make(config):
+    return llama(config) if isinstance(config, LlamaConfig) else gpt(config)
+
+
+def init(model, seed=0):
+    """Parameters whose norms and biases are not at their trivial initial values, too."""
+    keys = jax.random.split(jax.random.key(seed), len(model.blocks) + 2)
+    embed_params, head_params = model.embed.init(keys[0]), model.head.init(keys[1])
+    blocks = [block.init(key) for block, key in zip(model.blocks, keys[2:], strict=True)]
+    leaves, treedef = jax.tree.flatten(model.join(embed_params, blocks, head_params))
+    noise = jax.random.split(keys[0], len(leaves))
+    return treedef.unflatten(
+        x + 0.3 * jax.random.normal(k, x.shape) if x.ndim == 1 else x for k, x in zip(noise, leaves, strict=True)
+    )
+
+
+def make_batch(vocab_size, rows=2, seq_len=12, seed=0):
+    rng = np.random.default_rng(seed)
+    weights = (rng.random((rows, seq_len)) < 0.7).astype(np.float32)
+    tokens, targets = (rng.integers(0, vocab_size, (rows, seq_len), dtype=np.int32) for _ in range(2))
+    return {"tokens": tokens, "targets": targets, "weights": weights}
+
+
+def hidden_states(model, params, batch):
+    embed_params, blocks, _ = model.split(params)
+    rng = jax.random.split(jax.random.key(0), batch["tokens"].shape[0])
+    x = model.embed.apply(embed_params, batch, rng)
+    for part, block in zip(model.blocks, blocks, strict=True):
+        x = part.apply(block, x, batch, rng)
+    return x
+
+
+def loss(model, params, batch):
+    embed_params, _, head_params = model.split(params)
+    x = hidden_states(model, params, batch)
+    return model.head.apply(head_params, embed_params if model.tied else None, x, batch, None)
+
+
+def logits(model, params, batch):
+    embed_params, _, head_params = model.split(params)
+    return model.logits(head_params, embed_params if model.tied else None, hidden_states(model, params, batch))
+
+
+def cast(tree, dtype):
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+@pytest.fixture(params=CONFIGS, scope="module")
+def case(request):
+    config = CONFIGS[request.param]
+    model = make(config)
+    return config, model, init(model)
+
+
+def test_logits_and_loss_equal_the_reference(case):
+    config, model, params = case
+    batch = make_batch(config.vocab_size)
+    forward = reference.llama_logits if isinstance(config, LlamaConfig) else reference.gpt_logits
+    exact_params = {
+        "embed": reference.float64(params["embed"]),
+        "blocks": [reference.float64(block) for block in params["blocks"]],
+        "head": reference.float64(params["head"]),
+    }
+    expected = np.stack([forward(config, exact_params, row) for row in batch["tokens"]])
+    (loss_sum, weight_sum), aux = jax.jit(lambda p: loss(model, p, batch))(params)
+    chex.assert_trees_all_close(
+        np.asarray(logits(model, params, batch)), expected.astype(np.float32), rtol=1e-4, atol=1e-4
+    )
+    chex.assert_trees_all_close(
+        float(loss_sum), reference.loss(expected, batch["targets"], batch["weights"]), rtol=1e-5
+    )
+    assert float(weight_sum) == batch["weights"].sum()
+    assert aux == {}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_shapes_and_dtypes(case, dtype):
+    config, model, params = case
+    batch = make_batch(config.vocab_size)
+    params = cast(params, dtype)
+    chex.assert_shape(hidden_states(model, params, batch), (2, 12, config.hidden))
+    chex.assert_type(hidden_states(model, params, batch), dtype)
+    chex.assert_shape(logits(model, params, batch), (2, 12, config.vocab_size))
+    chex.assert_type(logits(model, params, batch), dtype)
+    (loss_sum, weight_sum), _ = loss(model, params, batch)
+    chex.assert_type([loss_sum, weight_sum], jnp.float32)
+    chex.assert_shape([loss_sum, weight_sum], ())
+
+
+def test_bfloat16_is_near_float32(case):
+    config, model, params = case
+    batch = make_batch(config.vocab_size)
+    value_and_grad = jax.jit(jax.value_and_grad(lambda p: loss(model, p, batch)[0][0]))
+    exact, exact_grads = value_and_grad(params)
+    rounded, grads = value_and_grad(cast(params, jnp.bfloat16))
+    assert float(rounded) == pytest.approx(float(exact), rel=0.02)
+    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(exact_grads), strict=True):
+        chex.assert_type(got, jnp.bfloat16)
+        assert np.linalg.norm(got.astype(jnp.float32) - want) <= 0.1 * np.linalg.norm(want) + 1e-2
+
+
+def test_a_later_token_does_not_change_an_earlier_logit(case):
+    config, model, params = case
+    batch = make_batch(config.vocab_size)
+    changed = {**batch, "tokens": batch["tokens"].copy()}
+    changed["tokens"][:, 7] = (changed["tokens"][:, 7] + 1) % config.vocab_size
+    before, after = logits(model, params, batch), logits(model, params, changed)
+    np.testing.assert_array_equal(before[:, :7], after[:, :7])
+    assert np.all(np.abs(before[:, 7:] - after[:, 7:]).max(axis=-1) > 0)
+
+
+def test_tokens_of_weight_zero_do_not_count(case):
+    config, model, params = case
+    batch = make_batch(config.vocab_size)
+    value_and_grad = jax.jit(jax.value_and_grad(lambda p, b: loss(model, p, b)[0][0]))
+    other = {**batch, "targets": np.where(batch["weights"] > 0, batch["targets"], -100).astype(np.int32)}
+    chex.assert_trees_all_close(value_and_grad(params, other), value_and_grad(params, batch), rtol=0, atol=0)
+    nothing = {
+        "tokens": np.full_like(batch["tokens"], -1),
+        "targets": np.full_like(batch["targets"], -100),
+        "weights": np.zeros_like(batch["weights"]),
+    }
+    total, grads = value_and_grad(params, nothing)
+    assert float(total) == 0.0
+    assert all(np.all(np.asarray(g) == 0.0) for g in jax.tree.leaves(grads))
+
+
+def test_grouped_queries_equal_repeated_heads():
+    grouped, full = llama(LLAMA), llama(dataclasses.replace(LLAMA, num_kv_heads=LLAMA.num_heads))
+    params = init(grouped)
+    batch = make_batch(LLAMA.vocab_size)
+
+    def repeat(path, x):
+        if path[-2].key not in ("k", "v"):
+            return x
+        return jnp.repeat(x.reshape(x.shape[0], LLAMA.num_kv_heads, -1), 2, axis=1).reshape(x.shape[0], -1)
+
+    repeated = jax.tree_util.tree_map_with_path(repeat, params["blocks"])
+    chex.assert_trees_all_close(
+        logits(grouped, params, batch), logits(full, {**params, "blocks": repeated}, batch), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_a_frequent_token_gradient_in_bfloat16_is_summed_in_float32():
+    rng = np.random.default_rng(0)
+    tokens = np.where(rng.random((8, 512)) < 0.8, 3, rng.integers(0, 20, (8, 512))).astype(np.int32)
+    table = jnp.asarray(rng.normal(size=(20, 16)), jnp.bfloat16)
+    upstream = jnp.asarray(rng.normal(0.5, 1.0, (8, 512, 16)), jnp.bfloat16)
+    exact = np.zeros((20, 16))
+    np.add.at(exact, tokens, np.asarray(upstream, np.float64))
+
+    def error(lookup):
+        got = jax.jit(lambda t: jax.vjp(lambda table: lookup(table, tokens), t)[1](upstream)[0])(table)
+        chex.assert_type(got, jnp.bfloat16)
+        return np.linalg.norm(np.asarray(got[3], np.float64) - exact[3]) / np.linalg.norm(exact[3])
+
+    assert error(embed) < 2**-8 < error(lambda table, tokens: table[tokens])
+
+
+def test_embedding_keeps_no_table_for_the_backward():
+    table = jnp.ones((20, 16))
+    _, backward = jax.vjp(lambda t: embed(t, jnp.zeros((2, 3), jnp.int32)), table)
+    assert not any(x.shape == table.shape for x in jax.tree.leaves(backward))
+
+
+def test_the_loss_has_no_scatter_in_its_backward():
+    batch = make_batch(61)
+    grad = jax.grad(lambda x: cross_entropy(x, batch["targets"], batch["weights"])[0])
+    assert "scatter" not in str(jax.make_jaxpr(grad)(jnp.ones((2, 12, 61))))
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        (LLAMA, ["attention_out", "mlp_gate", "mlp_up", "qkv", "qkv", "qkv"]),
+        (GPT, ["attention_out", "mlp_up", "qkv", "qkv", "qkv"]),
+    ],
+)
+def test_projections_are_named_for_rematerialisation(config, names):
+    model = make(config)
+    block = init(model)["blocks"][0]
+    x = jnp.ones((2, 12, config.hidden))
+    jaxpr = jax.make_jaxpr(lambda b, x: model.blocks[0].apply(b, x, {}, None))(block, x)
+    assert sorted(re.findall(r"name\[name=(\w+)\]", str(jaxpr))) == names
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT])
+def test_initial_parameters_do_not_depend_on_the_mesh(config):
+    model = make(config)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    key = jax.random.key(1)
+    for part in (model.embed, model.blocks[0], model.head):
+        alone = jax.jit(part.init)(key)
+
+        def sharding(x):
+            dims = [dim for dim in range(x.ndim) if x.shape[dim] % 8 == 0]
+            spec = [("data" if dims and dim == dims[0] else None) for dim in range(x.ndim)]
+            return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+
+        sharded = jax.jit(part.init, out_shardings=jax.tree.map(sharding, alone))(key)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(alone), jax.device_get(sharded))
+
+
+def test_initial_scale_and_dtype():
+    config = LlamaConfig(num_layers=8, hidden=128, ffn=256, num_heads=4, num_kv_heads=2, vocab_size=512)
+    block = llama(config).blocks[0].init(jax.random.key(0))
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(block))
+    for projection, std in [
+        (block["attention"]["q"], 0.02),
+        (block["attention"]["o"], 0.005),
+        (block["mlp"]["down"], 0.005),
+    ]:
+        assert float(projection["kernel"].std()) == pytest.approx(std, rel=0.05)
+    assert np.all(np.asarray(block["mlp_norm"]["scale"]) == 1.0)
+
+
+def test_a_sequence_longer_than_the_positions_is_an_error():
+    model = gpt(GPT)
+    with pytest.raises(UserError, match="17 tokens.*max_seq_len 16.*SEQ_LEN"):
+        hidden_states(model, init(model), make_batch(61, seq_len=17))
+
+
+# --- numbers and registry
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_numbers_equal_the_shapes(config):
+    model = make(config)
+    shapes = model.abstract_params()
+    sizes = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(shapes)}
+    matmul = sum(x.size for path, x in sizes.items() if x.ndim == 2 and "embed" not in path)
+    if config.tied:
+        matmul += config.vocab_size * config.hidden
+    assert model.numbers.num_params == sum(x.size for x in sizes.values())
+    assert model.numbers.num_matmul_params == matmul
+    assert len({id(part) for part in model.blocks}) == 1
+
+
+def test_flops_by_hand():
+    # A multiply-add is 2 FLOPs, the backward is twice the forward: 6 a weight. Causal attention, forward: 2 products of
+    # 2 x width x seq / 2 FLOPs a token and layer. Head: 8 x 16.
+    multi_head = LlamaConfig(num_layers=3, hidden=8, ffn=12, num_heads=2, num_kv_heads=2, vocab_size=16)
+    attention = 3 * 3 * 2 * 2 * 8 * 10 // 2
+    assert llama(multi_head).numbers.flops_per_token(10) == 6 * (3 * (4 * 8 * 8 + 3 * 8 * 12) + 8 * 16) + attention
+    # One key and value head of two: their projections halve, the attention itself does not.
+    grouped = dataclasses.replace(multi_head, num_kv_heads=1)
+    assert llama(grouped).numbers.flops_per_token(10) == 6 * (3 * (3 * 8 * 8 + 3 * 8 * 12) + 8 * 16) + attention
+    # Two matrices in the MLP; the tied table counts as the head.
+    plain = GPTConfig(num_layers=3, hidden=8, ffn=12, num_heads=2, vocab_size=16, max_seq_len=10)
+    assert gpt(plain).numbers.flops_per_token(10) == 6 * (3 * (4 * 8 * 8 + 2 * 8 * 12) + 8 * 16) + attention
+
+
+PUBLISHED_BILLIONS = {
+    "llama-7b": 6.74,
+    "llama-13b": 13.02,
+    "llama-30b": 27.57,
+    "llama-65b": 65.29,
+    "gpt-22b": 22.07,
+    "gpt-175b": 174.62,
+    "gpt-1t": 1008.04,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_registry_models_build_without_arrays(name):
+    start = time.perf_counter()
+    model = build_model(name)
+    leaves = jax.tree.leaves(model.abstract_params())
+    assert time.perf_counter() - start < 5
+    assert all(isinstance(x, jax.ShapeDtypeStruct) and x.dtype == jnp.float32 for x in leaves)
+    assert model.name == name
+    assert model.numbers.num_params == sum(x.size for x in leaves)
+    if name in PUBLISHED_BILLIONS:
+        assert round(model.numbers.num_params / 1e9, 2) == PUBLISHED_BILLIONS[name]
+
+
+def test_the_quickstart_model_divides():
+    config = MODELS["llama-tiny"].config
+    divisions = [(config.num_layers, 2), (config.num_heads, 4), (config.num_kv_heads, 4), (config.vocab_size, 8)]
+    assert [number % divisor for number, divisor in divisions] == [0, 0, 0, 0]
+
+
+def test_overrides_and_runtime_values():
+    assert build_model("llama-7b", {"num_layers": 2}).numbers.num_layers == 2
+    assert model_config("llama-7b", {"rope_theta": 500000}).rope_theta == 500000
+    assert len(build_model("gpt-22b", {"num_layers": 3}, num_layers=2, attention="cudnn").blocks) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("llama-7B", {}, "'llama-7B' is not known. Did you mean 'llama-7b'.*gpt-1t"),
+        ("bert", {}, "'bert' is not known. Choose one of: llama-tiny"),
+        ("llama-7b", {"num_layer": 2}, "llama-7b has no setting 'num_layer'. Did you mean 'num_layers'.*rope_theta"),
+        ("llama-7b", {"max_seq_len": 2048}, "no setting 'max_seq_len'"),
+        ("llama-7b", {"num_layers": "2"}, "num_layers='2' is of type str; it must be of type int"),
+        ("llama-7b", {"num_layers": True}, "num_layers=True is of type bool"),
+        ("llama-7b", {"num_layers": 2.0}, "num_layers=2.0 is of type float"),
+        ("llama-7b", {"tied": 1}, "tied=1 is of type int; it must be of type bool"),
+        ("llama-7b", {"hidden": 0}, "hidden=0 must be greater than 0"),
+        ("llama-7b", {"attention": "flash"}, "attention='flash' must be one of 'xla', 'cudnn'"),
+        ("llama-7b", {"num_heads": 30}, r"num_heads 30 does not divide hidden 4096 \(remainder 16\).* 32"),
+        ("llama-7b", {"num_kv_heads": 5}, "num_kv_heads 5 does not divide num_heads 32.* 4, 8"),
+        ("llama-7b", {"num_heads": 4096, "num_kv_heads": 1}, "head dim 1 is odd"),
+    ],
+)
+def test_bad_input_is_named(name, overrides, message):
+    with pytest.raises(UserError, match=message):
+        build_model(name, overrides)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "implementation", "reason"),
+    [
+        (("gpu", "9.0", 128, jnp.bfloat16), "cudnn", "bfloat16, head dim 128"),
+        (("cuda", "8.0", 128, "float16"), "cudnn", "float16"),
+        (("gpu", "9.0", 200, jnp.bfloat16), "cudnn", "200"),
+        (("gpu", "8.6", 200, jnp.bfloat16), "xla", "at most 128, this is 200"),
+        (("gpu", "9.0", 100, jnp.bfloat16), "xla", "divides by 8"),
+        (("gpu", "7.0", 64, jnp.float16), "xla", "8.0 or later, this is 7.0"),
+        (("gpu", "9.0", 128, jnp.float32), "xla", "the compute dtype is float32"),
+        (("gpu", "gfx90a", 128, jnp.bfloat16), "xla", "NVIDIA"),
+        (("cpu", None, 128, jnp.bfloat16), "xla", "this platform is cpu"),
+    ],
+)
+def test_choice_of_attention(arguments, implementation, reason):
+    choice = choose_attention(*arguments)
+    assert choice.implementation == implementation
+    assert reason in choice.reason
