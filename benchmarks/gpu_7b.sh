@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# The 7B-shape comparison on one host of GPUs: this engine and the PyTorch FSDP2 peer, one after the other, in one
+# sitting. Each line of $OUT/results.jsonl is one run. Usage: benchmarks/gpu_7b.sh [ours|peer ...]; default both.
+set -u
+here=$(cd "$(dirname "$0")" && pwd)
+out=${OUT:-$here/out}
+mkdir -p "$out"
+gpus=$(nvidia-smi -L | wc -l)
+layers=${LAYERS:-32}
+
+ours() {  # name, then arguments of train_step.py
+  name=$1; shift
+  timeout 170 python3 "$here/train_step.py" --model llama-7b --overrides "{'num_layers': $layers}" --strategy zero3 \
+    --microbatch 2 "$@" > "$out/$name.txt" 2> "$out/$name.err"
+  tail -1 "$out/$name.txt" | sed "s/^{/{\"name\": \"$name\", /" | tee -a "$out/results.jsonl" | cut -c1-900
+  [ -s "$out/$name.txt" ] || tail -5 "$out/$name.err"
+}
+
+peer() {  # name, then arguments of peer_fsdp2.py
+  name=$1; shift
+  PYTORCH_ALLOC_CONF=expandable_segments:True timeout 170 python3 -m torch.distributed.run --standalone \
+    --nproc_per_node "$gpus" "$here/peer_fsdp2.py" --preset 7b --layers "$layers" --micro-batch 2 --compile \
+    --steps 20 --warmup 5 "$@" > "$out/$name.txt" 2> "$out/$name.err"
+  grep '^{' "$out/$name.txt" | tail -1 | sed "s/^{/{\"name\": \"$name\", /" | tee -a "$out/results.jsonl" | cut -c1-1500
+  grep -q '^{' "$out/$name.txt" || tail -5 "$out/$name.err"
+}
+
+nvidia-smi --query-gpu=name,memory.total --format=csv,noheader
+for what in "${@:-ours peer}"; do
+  case $what in
+    *ours*) ours ours_bf16 --reduce_dtype bfloat16; ours ours_fp32 --reduce_dtype float32 ;;
+  esac
+  case $what in
+    *peer*) peer peer_bf16_every1 --reduce bf16 --ac selective --sac-mm-every 1
+            peer peer_bf16_every2 --reduce bf16 --ac selective --sac-mm-every 2
+            peer peer_fp32_every1 --reduce fp32 --ac selective --sac-mm-every 1 ;;
+  esac
+done

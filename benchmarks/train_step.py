@@ -1,0 +1,197 @@
+"""Times the training step of a model on the devices that are there, or compiles it for GPUs that are not.
+
+    python benchmarks/train_step.py --model llama-7b --strategy zero3 --seq_len 4096 --microbatch 2
+    python benchmarks/train_step.py --model llama-7b --compile_for h200.txtpb --devices 4
+
+Synthetic random tokens; the step is `amsp_jax.step.make_train_step` as `train.py` runs it. Prints one JSON line:
+medians over `--steps` after `--warmup`. MFU = tokens/s x `ModelNumbers.flops_per_token` / peak.
+"""
+
+import argparse
+import ast
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+
+def parse_args() -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", default="llama-7b")
+    p.add_argument("--overrides", type=ast.literal_eval, default={}, help="e.g. \"{'num_layers': 8}\"")
+    p.add_argument("--strategy", default="zero3")
+    p.add_argument("--seq_len", type=int, default=4096)
+    p.add_argument("--microbatch", type=int, default=2, help="sequences per device")
+    p.add_argument("--accumulation", type=int, default=1)
+    p.add_argument("--reduce_dtype", default="float32")
+    p.add_argument("--compute_dtype", default="bfloat16")
+    p.add_argument("--remat", default="projections")
+    p.add_argument("--no_peel", action="store_true")
+    p.add_argument("--attention", default="cudnn")
+    p.add_argument("--steps", type=int, default=20)
+    p.add_argument("--warmup", type=int, default=3)
+    p.add_argument("--nodes", type=int, default=1, help="logical nodes the devices are split into")
+    p.add_argument("--devices", type=int, default=0, help="devices of --compile_for, or simulated on a CPU")
+    p.add_argument("--compile_for", type=Path, help="XLA device description; compiles only")
+    p.add_argument("--xla_flags", default="", help="added to the flags of amsp_jax.xla_flags")
+    p.add_argument("--no_default_flags", action="store_true")
+    p.add_argument("--dump", type=Path, help="write the compiled program here")
+    p.add_argument("--profile", type=Path, help="write a profiler trace of two steps here")
+    p.add_argument("--process", default="", help="ID/COUNT, one process per device, coordinator on this host")
+    return p.parse_args()
+
+
+def block_bytes(args: argparse.Namespace) -> int:
+    """bf16 bytes of one block, from a child process: this one must set XLA's flags before it touches jax."""
+    import subprocess
+
+    code = (
+        "import sys; sys.path.insert(0, {root!r}); from models.registry import build_model; import jax, math;"
+        "m = build_model({model!r}, {overrides!r});"
+        "print(2 * sum(math.prod(x.shape) for x in jax.tree.leaves(m.split(m.abstract_params())[1][0])))"
+    ).format(root=str(Path(__file__).parent.parent), model=args.model, overrides=args.overrides)
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    return int(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout)
+
+
+def default_flags(args: argparse.Namespace) -> str:
+    gather = block_bytes(args)
+    group = max(args.devices or 4, 2)
+    scatter = gather // group * (2 if args.reduce_dtype == "float32" else 1)
+    names = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": gather}
+    return " ".join(f"--xla_gpu_{k}_combine_threshold_bytes={v}" for k, v in names.items())
+
+
+def set_environment(args: argparse.Namespace) -> None:
+    flags = args.xla_flags if args.no_default_flags else f"{default_flags(args)} {args.xla_flags}"
+    if args.compile_for:
+        flags += " --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    elif args.devices:
+        flags = args.xla_flags + f" --xla_force_host_platform_device_count={args.devices}"
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    else:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    os.environ["XLA_FLAGS"] = flags
+
+
+def absent_devices(args: argparse.Namespace):
+    from jax._src.cudnn import fused_attention_stablehlo
+    from jax.experimental import topologies
+
+    # The description of the device carries no cuDNN version; lowering only asks that it is recent.
+    fused_attention_stablehlo.check_cudnn_version = lambda: 92800
+    topology = f"1x{args.nodes}x{args.devices // args.nodes}"
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=args.compile_for.read_text(), topology=topology
+    ).devices
+
+
+def main() -> None:
+    args = parse_args()
+    set_environment(args)
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from amsp_jax.cluster import peak_flops
+    from amsp_jax.optimizer import make_optimizer
+    from amsp_jax.plan import make_plan
+    from amsp_jax.state import abstract_state, init_state
+    from amsp_jax.step import Remat, StepSettings, make_train_step
+    from amsp_jax.strategy import DataRanks
+    from models.registry import build_model
+
+    if args.process:
+        rank, count = map(int, args.process.split("/"))
+        jax.distributed.initialize("127.0.0.1:12399", count, rank, local_device_ids=[rank])
+    devices = absent_devices(args) if args.compile_for else jax.devices()
+    ranks = DataRanks(len(devices) // args.nodes, args.nodes)
+    model = build_model(args.model, args.overrides, attention=args.attention)
+    plan = make_plan(args.strategy, model.abstract_params(), ranks, devices, jnp.dtype(args.compute_dtype))
+    optimizer = make_optimizer("adamw", 3e-4, weight_decay=0.1, clip_norm=1.0)
+    settings = StepSettings(
+        reduce_dtype=jnp.dtype(args.reduce_dtype), remat=Remat(args.remat), peel=not args.no_peel
+    )
+    step = make_train_step(model, optimizer, plan, settings)
+
+    shape = (args.accumulation, args.microbatch * len(devices), args.seq_len)
+    kinds = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    batch = {k: jax.ShapeDtypeStruct(shape, d, sharding=plan.batch_sharding) for k, d in kinds.items()}
+    state = abstract_state(model, optimizer, plan)
+    seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=plan.replicated)
+    start = time.perf_counter()
+    compiled = step.lower(state, batch, seed).compile()
+    memory = compiled.memory_analysis()
+    row = {
+        "model": args.model, "overrides": args.overrides, "strategy": str(plan.degrees), "seq_len": args.seq_len,
+        "microbatch": args.microbatch, "accumulation": args.accumulation, "reduce_dtype": args.reduce_dtype,
+        "remat": args.remat, "peel": not args.no_peel, "devices": len(devices), "nodes": args.nodes,
+        "device_kind": devices[0].device_kind, "jax": jax.__version__, "xla_flags": os.environ["XLA_FLAGS"],
+        "compile_s": round(time.perf_counter() - start, 1),
+        "argument_gib": round(memory.argument_size_in_bytes / 2**30, 2),
+        "temp_gib": round(memory.temp_size_in_bytes / 2**30, 2),
+    }  # fmt: skip
+    if args.dump:
+        args.dump.write_text(compiled.as_text())
+    if not args.compile_for:
+        state = init_state(model, optimizer, plan, 0)
+        high = model.abstract_params()["embed"]["table"].shape[0]
+
+        def fake(name):
+            def rows(index):
+                sizes = [len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)]
+                if name == "weights":
+                    return np.ones(sizes, np.float32)
+                return np.random.default_rng(index[1].start or 0).integers(0, high, sizes, dtype=np.int32)
+
+            return jax.make_array_from_callback(shape, plan.batch_sharding, rows)
+
+        batch = {name: fake(name) for name in kinds}
+        row |= measure(args, compiled, state, batch, model, devices, peak_flops)
+    if jax.process_index() == 0:
+        print(json.dumps(row), flush=True)
+
+
+def measure(args, compiled, state, batch, model, devices, peak_flops) -> dict:
+    import jax
+    import numpy as np
+
+    seed = jax.device_put(np.uint32(0), compiled.input_shardings[0][2])
+    # One step is always in flight, as in the trainer: a step's time is from its predecessor's end to its own.
+    marks, losses, pending = [], [], None
+    for _ in range(args.warmup + args.steps + 1):
+        state, metrics = compiled(state, batch, seed)
+        if pending is not None:
+            losses.append(float(pending.loss))
+            marks.append(time.perf_counter())
+        pending = metrics
+    jax.block_until_ready(pending)
+    times = [after - before for before, after in zip(marks, marks[1:], strict=False)][args.warmup - 1 :]
+    if args.profile:
+        with jax.profiler.trace(args.profile):
+            for _ in range(2):
+                state, metrics = compiled(state, batch, seed)
+                jax.block_until_ready(metrics)
+    median = statistics.median(times)
+    tokens_per_s = args.microbatch * args.accumulation * args.seq_len / median
+    flops = tokens_per_s * model.numbers.flops_per_token(args.seq_len)
+    peak = peak_flops(devices[0].device_kind)
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return {
+        "step_ms": round(median * 1e3, 1),
+        "min_ms": round(min(times) * 1e3, 1),
+        "tokens_per_s_per_device": round(tokens_per_s),
+        "tflops_per_device": round(flops / 1e12, 1),
+        "mfu": round(flops / peak, 4) if peak else None,
+        "peak_gib": round(stats.get("peak_bytes_in_use", 0) / 2**30, 1),
+        "losses": [round(x, 5) for x in losses[:3]],
+    }
+
+
+if __name__ == "__main__":
+    main()
