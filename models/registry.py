@@ -23,12 +23,12 @@ class Entry:
 
 
 def _llama(num_layers: int, hidden: int, ffn: int, num_heads: int, **others: Any) -> Entry:
-    sizes = {"num_kv_heads": num_heads, "vocab_size": 32000, **others}
+    sizes: dict[str, Any] = {"num_kv_heads": num_heads, "vocab_size": 32000, **others}
     return Entry(llama, LlamaConfig(num_layers=num_layers, hidden=hidden, ffn=ffn, num_heads=num_heads, **sizes))
 
 
 def _gpt(num_layers: int, hidden: int, num_heads: int) -> Entry:
-    sizes = {"ffn": 4 * hidden, "vocab_size": 51200, "max_seq_len": 2048}
+    sizes: dict[str, Any] = {"ffn": 4 * hidden, "vocab_size": 51200, "max_seq_len": 2048}
     return Entry(gpt, GPTConfig(num_layers=num_layers, hidden=hidden, num_heads=num_heads, **sizes))
 
 
