@@ -176,9 +176,8 @@ def _write_tokens(folder: Path, source: TextSource, tokenizer: Tokenizer, is_val
     """Writes `train.npy` and `validation.npy`: documents one after the other, each with its end of document."""
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     with _NpyWriter(folder / "train.npy", dtype) as train, _NpyWriter(folder / "validation.npy", dtype) as validation:
-        documents = tokenizer.encode_documents(source.documents())
-        for ids, held_out in zip(documents, is_validation, strict=True):
-            (validation if held_out else train).append(ids)
+        for number, ids in tokenizer.encode_documents(source.documents()):
+            (validation if is_validation[number] else train).append(ids)
 
 
 class _NpyWriter:

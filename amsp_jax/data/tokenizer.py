@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -45,14 +46,15 @@ class Tokenizer:
         """The ids of `text`, without an end of document."""
         return list(self._inner.encode(text, add_special_tokens=False).ids)
 
-    def encode_documents(self, documents: Iterable[str]) -> Iterator[list[int]]:
-        """The ids of each document in turn, the end of document included."""
-        for batch in _batches(documents):
-            pieces = [piece for document in batch for piece in document]
-            encodings = iter(self._inner.encode_batch_fast(pieces, add_special_tokens=False))
-            for document in batch:
-                ids = [i for _ in document for i in next(encodings).ids]
-                yield [*ids, self.end_of_document]
+    def encode_documents(self, documents: Iterable[str]) -> Iterator[tuple[int, list[int]]]:
+        """`(number of the document, ids)` in order: a long document comes in several parts, the last one ends it.
+
+        Memory holds one document and a few megabytes of encodings.
+        """
+        for batch in _batches(_pieces(documents)):
+            encodings = self._inner.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
+            for piece, encoding in zip(batch, encodings, strict=True):
+                yield piece.document, encoding.ids + ([self.end_of_document] if piece.ends else [])
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, without ends of documents and ids beyond the vocabulary; broken UTF-8 becomes U+FFFD."""
@@ -111,28 +113,33 @@ def check_vocab_size(vocab_size: int) -> None:
         )
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[list[str]]]:
-    """Documents, each as its pieces, in batches of a few megabytes."""
-    batch: list[list[str]] = []
+class _Piece(NamedTuple):
+    document: int
+    text: str
+    ends: bool
+
+
+def _pieces(documents: Iterable[str]) -> Iterator[_Piece]:
+    """Cuts long documents after line ends, where there are any, so that few words are cut."""
+    for number, text in enumerate(documents):
+        start = 0
+        while len(text) - start > _PIECE_CHARS:
+            line_end = text.rfind("\n", start, start + _PIECE_CHARS)
+            end = line_end + 1 if line_end >= 0 else start + _PIECE_CHARS
+            yield _Piece(number, text[start:end], ends=False)
+            start = end
+        yield _Piece(number, text[start:], ends=True)
+
+
+def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    """Pieces in lists of a few megabytes of text."""
+    batch: list[_Piece] = []
     chars = 0
-    for document in documents:
-        batch.append(_pieces(document))
-        chars += len(document)
+    for piece in pieces:
+        batch.append(piece)
+        chars += len(piece.text)
         if chars >= _BATCH_CHARS:
             yield batch
             batch, chars = [], 0
     if batch:
         yield batch
-
-
-def _pieces(text: str) -> list[str]:
-    """Cuts a long text after line ends, where there are any, so that few words are cut."""
-    pieces = []
-    start = 0
-    while len(text) - start > _PIECE_CHARS:
-        line_end = text.rfind("\n", start, start + _PIECE_CHARS)
-        end = line_end + 1 if line_end >= 0 else start + _PIECE_CHARS
-        pieces.append(text[start:end])
-        start = end
-    pieces.append(text[start:])
-    return pieces
