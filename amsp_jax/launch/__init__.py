@@ -1,0 +1,6 @@
+"""From a command line to devices in order: platform, processes, XLA flags, nodes."""
+
+from amsp_jax.launch.environment import environment as environment
+from amsp_jax.launch.layout import Layout as Layout
+from amsp_jax.launch.layout import setup as setup
+from amsp_jax.launch.processes import end_process as end_process

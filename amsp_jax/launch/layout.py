@@ -1,0 +1,332 @@
+"""`setup`: everything between the settings and the devices, in the order that jax demands."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import re
+import socket
+from collections.abc import Callable
+
+import jax
+
+from amsp_jax import xla_flags
+from amsp_jax.cluster import Cluster, device_peak
+from amsp_jax.errors import UserError
+from amsp_jax.launch.accelerator import count_gpus, find_platform
+from amsp_jax.launch.processes import Processes, end_all_on_error, find_processes, is_loopback
+from amsp_jax.launch.rendezvous import Facts, meet
+
+# A dead peer is noticed after the heartbeat's timeout (jax: 100 s); a process that ends waits this long for
+# the others (jax: 300 s).
+_HEARTBEAT_S, _SHUTDOWN_S = 30, 60
+# By default jax takes 75 % of a GPU. The rest is for NCCL, cuDNN and the context.
+_MEMORY_FRACTION = "0.92"
+
+Thresholds = Callable[[int, int], tuple[int, int]]
+"""`(num_nodes, devices_per_node) -> (gather_bytes, scatter_bytes)` of `xla_flags.flags`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The devices of a run.
+
+    Attributes:
+      platform: "cpu", "cuda" or "rocm".
+      num_nodes, devices_per_node: their grid.
+      devices: all of them, node after node; within a node by process, then by local index.
+      device_kind: as jax says it.
+      memory_bytes: that one device may use; on the CPU, its share of the host's available memory.
+      process_index, process_count: this process and all of them.
+      notes: lines for the user about settings that have no effect here, and the like.
+    """
+
+    platform: str
+    num_nodes: int
+    devices_per_node: int
+    devices: tuple[jax.Device, ...]
+    device_kind: str
+    memory_bytes: int
+    process_index: int
+    process_count: int
+    notes: tuple[str, ...]
+
+    def cluster(self) -> Cluster:
+        """The same in numbers, with the device's peak where its data sheet is known."""
+        peak = device_peak(self.device_kind)
+        return Cluster(
+            name="simulated" if self.platform == "cpu" else "running",
+            num_nodes=self.num_nodes,
+            devices_per_node=self.devices_per_node,
+            device_kind=self.device_kind,
+            memory_bytes=self.memory_bytes,
+            peak_flops=peak.flops if peak else None,
+            source=f"the running devices; peak: {peak.source if peak else 'unknown'}",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Grid:
+    """Nodes as they will be, before any device exists: which node each process belongs to."""
+
+    num_nodes: int
+    devices_per_node: int
+    node_of_process: tuple[int, ...]
+
+
+def setup(
+    *,
+    simulated_nodes: int | None = None,
+    simulated_devices_per_node: int | None = None,
+    devices_per_node: int | None = None,
+    extra_xla_flags: str = "",
+    thresholds: Thresholds | None = None,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    timeout_s: float = 60.0,
+) -> Layout:
+    """Chooses the platform, joins the processes, sets XLA's flags and returns the devices in order.
+
+    Call it once, before jax is used for anything but shapes.
+
+    Args:
+      simulated_nodes, simulated_devices_per_node: the grid on the CPU, over all processes; 1 where None.
+      devices_per_node: splits each real node into logical ones of this size; None leaves them whole.
+      extra_xla_flags: as in `XLA_FLAGS`, and stronger.
+      thresholds: sizes the combining of collectives on GPUs, once the grid is known.
+      coordinator, num_processes, process_id: for a run of several processes that SLURM did not start;
+        `num_processes=1` keeps a process alone wherever it runs.
+      timeout_s: how long the processes wait for one another.
+
+    Raises:
+      UserError: the settings contradict one another, the devices, or those of another process.
+    """
+    platform, notes = find_platform(_asked_platforms())
+    processes = find_processes(coordinator, num_processes, process_id)
+    end_all_on_error(processes.count)
+    simulated = (_or_one(simulated_nodes), _or_one(simulated_devices_per_node))
+    if platform == "cpu":
+        notes += _unused("no accelerator is in use", DEVICES_PER_NODE=devices_per_node)
+        gpu_ids, num_local = None, _simulated_share(simulated, processes.count)
+    else:
+        unused = {"SIMULATED_NODES": simulated_nodes, "SIMULATED_DEVICES_PER_NODE": simulated_devices_per_node}
+        notes += _unused("an accelerator is in use", **unused)
+        visible = count_gpus(platform)
+        gpu_ids = processes.gpu_ids(visible)
+        num_local = len(gpu_ids) if gpu_ids else max(visible, 1)
+    settings: dict[str, object] = {"the platform": platform, "jax": jax.__version__}
+    if platform == "cpu":
+        settings["the simulated grid"] = list(simulated)
+    else:
+        settings["DEVICES_PER_NODE"] = devices_per_node
+    everyone = _meet(processes, num_local, settings, timeout_s)
+    grid = _simulated_grid(simulated, everyone) if platform == "cpu" else _real_grid(everyone, devices_per_node)
+    notes += _set_flags(platform, extra_xla_flags, thresholds, grid)
+    _choose_backend(platform, num_local, processes.count)
+    _connect(processes, gpu_ids, timeout_s)
+    _start_backend(platform)
+    if platform != "cpu" and processes.count == 1:
+        # The count before was an estimate from device files; alone, we can take what jax found.
+        everyone = [dataclasses.replace(everyone[0], num_devices=jax.device_count())]
+        grid = _real_grid(everyone, devices_per_node)
+    devices = _ordered_devices(grid, everyone)
+    return Layout(
+        platform=platform,
+        num_nodes=grid.num_nodes,
+        devices_per_node=grid.devices_per_node,
+        devices=devices,
+        device_kind=devices[0].device_kind,
+        memory_bytes=_memory_bytes(platform, everyone),
+        process_index=processes.index,
+        process_count=processes.count,
+        notes=tuple(notes),
+    )
+
+
+def _asked_platforms() -> str:
+    """`JAX_PLATFORMS`, or what the program set in its place; empty if neither."""
+    return jax.config.jax_platforms or ""  # type: ignore[attr-defined]
+
+
+def _or_one(value: int | None) -> int:
+    return 1 if value is None else value
+
+
+def _unused(why: str, **settings: int | None) -> list[str]:
+    given = [f"{name}={value}" for name, value in settings.items() if value is not None]
+    return [f"{', '.join(given)} without effect: {why}."] if given else []
+
+
+def _simulated_share(simulated: tuple[int, int], num_processes: int) -> int:
+    """Simulated devices of each process."""
+    nodes, per_node = simulated
+    if min(simulated) < 1:
+        raise UserError(
+            f"SIMULATED_NODES={nodes}, SIMULATED_DEVICES_PER_NODE={per_node}: both count from 1. Correct them."
+        )
+    if nodes * per_node % num_processes:
+        raise UserError(
+            f"SIMULATED_NODES={nodes} x SIMULATED_DEVICES_PER_NODE={per_node} = {nodes * per_node} devices do not "
+            f"divide over {num_processes} processes. Choose a multiple of {num_processes}."
+        )
+    return nodes * per_node // num_processes
+
+
+def _meet(processes: Processes, num_local: int, settings: dict[str, object], timeout_s: float) -> list[Facts]:
+    host = socket.gethostname()
+    mine = Facts(
+        index=processes.index,
+        count=processes.count,
+        host=host,
+        node=processes.node or _machine_id() or host,
+        loopback=is_loopback(host),
+        num_devices=num_local,
+        memory_bytes=_available_memory(),
+        settings=settings,
+    )
+    if processes.count == 1:
+        return [mine]
+    everyone = meet(processes.coordinator, mine, timeout_s)
+    lonely = [facts.host for facts in everyone if facts.loopback]
+    # gloo, which carries collectives between CPUs, binds to the address of the host's own name.
+    if settings["the platform"] == "cpu" and len({facts.node for facts in everyone}) > 1 and lonely:
+        raise UserError(
+            f"on host {lonely[0]} its own name is a loopback address, so the other nodes cannot reach it. "
+            "Give it its network address in /etc/hosts."
+        )
+    return everyone
+
+
+def _simulated_grid(simulated: tuple[int, int], everyone: list[Facts]) -> _Grid:
+    # Devices are dealt to nodes in order, so the processes' own nodes do not matter.
+    return _Grid(num_nodes=simulated[0], devices_per_node=simulated[1], node_of_process=(0,) * len(everyone))
+
+
+def _real_grid(everyone: list[Facts], devices_per_node: int | None) -> _Grid:
+    """Nodes in the order of their first process, split into logical ones if asked.
+
+    Raises:
+      UserError: nodes of different size, a size that `devices_per_node` does not divide, or no device at all.
+    """
+    names = list(dict.fromkeys(facts.node for facts in everyone))
+    sizes = [sum(facts.num_devices for facts in everyone if facts.node == name) for name in names]
+    hosts = {facts.node: facts.host for facts in everyone}
+    if len(set(sizes)) > 1:
+        counts = ", ".join(f"{hosts[name]} {size}" for name, size in zip(names, sizes, strict=True))
+        raise UserError(f"nodes have different numbers of devices: {counts}. Use the same number on each.")
+    size = sizes[0]
+    per_node = devices_per_node or size
+    if per_node < 1 or size < 1 or size % per_node:
+        raise UserError(
+            f"DEVICES_PER_NODE={per_node} does not divide the {size} devices of a node. Choose a divisor of {size}, "
+            "or leave it out."
+        )
+    return _Grid(
+        num_nodes=len(names) * size // per_node,
+        devices_per_node=per_node,
+        node_of_process=tuple(names.index(facts.node) for facts in everyone),
+    )
+
+
+def _set_flags(platform: str, extra: str, thresholds: Thresholds | None, grid: _Grid) -> list[str]:
+    """Sets `XLA_FLAGS` and, on GPUs, the memory fraction; the user's own values win."""
+    gather_bytes, scatter_bytes = None, None
+    if platform != "cpu":
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _MEMORY_FRACTION)
+        if thresholds is not None:
+            gather_bytes, scatter_bytes = thresholds(grid.num_nodes, grid.devices_per_node)
+    ours = xla_flags.flags(platform, jax.__version__, gather_bytes, scatter_bytes)
+    users = xla_flags.merge(os.environ.get("XLA_FLAGS", "").split(), extra.split())
+    final, notes = xla_flags.checked(ours, users)
+    os.environ["XLA_FLAGS"] = " ".join(final)
+    return notes
+
+
+def _choose_backend(platform: str, num_local: int, num_processes: int) -> None:
+    if not _asked_platforms():
+        # Named, a GPU that fails to start is an error; unnamed, jax would go on with the CPU.
+        jax.config.update("jax_platforms", "cpu" if platform == "cpu" else f"{platform},cpu")
+    if platform != "cpu":
+        return
+    if num_processes > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.config.update("jax_num_cpu_devices", num_local)
+    except RuntimeError as error:
+        # jax was used before, which is fine if it has what is asked for.
+        if jax.local_device_count() != num_local:
+            raise UserError(
+                f"{num_local} simulated devices are asked for in this process, but jax already runs with "
+                f"{jax.local_device_count()}. Call setup before jax is used, or ask for as many."
+            ) from error
+
+
+def _connect(processes: Processes, gpu_ids: list[int] | None, timeout_s: float) -> None:
+    if processes.count == 1:
+        return
+    try:
+        jax.distributed.initialize(
+            processes.coordinator,
+            processes.count,
+            processes.index,
+            local_device_ids=gpu_ids,
+            # We know already, and under SLURM jax would take one GPU a process whatever the number of processes.
+            cluster_detection_method="deactivate",
+            initialization_timeout=int(timeout_s),
+            heartbeat_timeout_seconds=_HEARTBEAT_S,
+            shutdown_timeout_seconds=_SHUTDOWN_S,
+        )
+    except RuntimeError as error:
+        raise UserError(f"process {processes.index} could not join {processes.coordinator}: {error}.") from error
+
+
+def _start_backend(platform: str) -> None:
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        raise UserError(
+            f"jax cannot start on {platform}: {error}. Repair its installation, or set JAX_PLATFORMS=cpu to go without."
+        ) from error
+
+
+def _ordered_devices(grid: _Grid, everyone: list[Facts]) -> tuple[jax.Device, ...]:
+    devices = jax.devices()
+    for facts in everyone:
+        found = sum(device.process_index == facts.index for device in devices)
+        if found != facts.num_devices:
+            raise UserError(
+                f"process {facts.index} on {facts.host} has {found} devices in jax, but {facts.num_devices} by its "
+                "environment. Check the visible devices of each process."
+            )
+    return tuple(sorted(devices, key=lambda d: (grid.node_of_process[d.process_index], d.process_index, d.id)))
+
+
+def _memory_bytes(platform: str, everyone: list[Facts]) -> int:
+    if platform == "cpu":
+        # The least of all, so that every process judges a plan alike.
+        return min(
+            facts.memory_bytes // sum(other.num_devices for other in everyone if other.node == facts.node)
+            for facts in everyone
+        )
+    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]
+    return min(limits)
+
+
+def _available_memory() -> int:
+    """Bytes of the host that are free to use, within the container's limit if there is one."""
+    meminfo = pathlib.Path("/proc/meminfo")
+    if not meminfo.exists():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+    available = int(found[1]) * 1024 if found else 0
+    limit = pathlib.Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return min(available, int(text)) if text.isdigit() else available
+
+
+def _machine_id() -> str | None:
+    """Equal for all processes of a machine, containers included, where host names may not be."""
+    path = pathlib.Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else None

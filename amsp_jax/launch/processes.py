@@ -1,0 +1,220 @@
+"""How many processes make up the run, which one this is, and how they end.
+
+The numbers come from the command line or from SLURM. Whatever else looks like several processes is an
+error: N separate runs that each believe to be alone are worse than none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import NoReturn
+
+from amsp_jax.errors import UserError
+
+_FIRST_PORT, _NUM_PORTS = 61440, 4096
+_OTHER_LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
+
+_num_processes = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Processes:
+    """One process's place in the run.
+
+    Attributes:
+      coordinator: `host:port` of process 0; empty in a run of one process.
+      count, index: of all processes.
+      local_count, local_index: of those that share this node's GPUs, where the launcher says so; else 1 and 0.
+      num_nodes: as the launcher says; None where it does not.
+      node: the launcher's name for this node, None where it has none.
+      gpus_bound: the launcher already gave each process GPUs of its own.
+    """
+
+    coordinator: str = ""
+    count: int = 1
+    index: int = 0
+    local_count: int = 1
+    local_index: int = 0
+    num_nodes: int | None = None
+    node: str | None = None
+    gpus_bound: bool = False
+
+    def gpu_ids(self, visible: int) -> list[int] | None:
+        """Which of the GPUs that this process can see are its own; None for all.
+
+        Raises:
+          UserError: they do not divide over the processes of the node.
+        """
+        if self.local_count == 1 or self.gpus_bound or visible <= 1:
+            return None
+        if visible % self.local_count:
+            raise UserError(
+                f"{visible} visible GPUs do not divide over {self.local_count} processes on this node. "
+                "Start one process a node, or one a GPU."
+            )
+        share = visible // self.local_count
+        return list(range(self.local_index * share, (self.local_index + 1) * share))
+
+
+def find_processes(
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    environ: Mapping[str, str] = os.environ,
+) -> Processes:
+    """This process's place, from the three settings if given, else from SLURM, else alone.
+
+    Raises:
+      UserError: the settings are incomplete, or the environment shows several processes that could not meet.
+    """
+    if num_processes == 1:
+        return Processes()
+    given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
+    in_step = "SLURM_STEP_NODELIST" in environ
+    if any(value is not None for value in given.values()) and not (in_step and num_processes is process_id is None):
+        return _explicit(given)
+    _refuse_other_launchers(environ)
+    if not in_step:
+        _refuse_job_without_step(environ)
+        return Processes()
+    return _slurm(coordinator, environ)
+
+
+def _explicit(given: Mapping[str, str | int | None]) -> Processes:
+    missing = [name for name, value in given.items() if value is None]
+    if missing:
+        have = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        raise UserError(
+            f"{have} without {' and '.join(missing)}: a run of several processes needs all three. Add the rest."
+        )
+    coordinator, count, index = (
+        str(given["coordinator"]),
+        int(given["num_processes"] or 0),
+        int(given["process_id"] or 0),
+    )
+    if not 0 <= index < count:
+        raise UserError(
+            f"process_id={index} with num_processes={count}: ids count from 0 to {count - 1}. Correct one of them."
+        )
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f"coordinator={coordinator}: it is HOST:PORT of process 0, as in node001:61500. Correct it.")
+    return Processes(coordinator=coordinator, count=count, index=index)
+
+
+def _refuse_other_launchers(environ: Mapping[str, str]) -> None:
+    for size, rank in _OTHER_LAUNCHERS.items():
+        if int(environ.get(size, "1")) > 1 and "SLURM_STEP_NODELIST" not in environ:
+            raise UserError(
+                f"{size}={environ[size]}: an MPI launcher started several processes, which do not know of each other. "
+                f"Give each the coordinator HOST:PORT, the number of processes and its id (${rank})."
+            )
+
+
+def _refuse_job_without_step(environ: Mapping[str, str]) -> None:
+    for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"):
+        if int(environ.get(name, "1")) > 1:
+            raise UserError(
+                f"{name}={environ[name]}, but this process is not a task of srun and would be alone. "
+                "Start it with srun, or set num_processes=1 to use this node only."
+            )
+
+
+def _slurm(coordinator: str | None, environ: Mapping[str, str]) -> Processes:
+    count, step_count = int(environ.get("SLURM_NTASKS", "1")), int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if count != step_count:
+        raise UserError(
+            f"SLURM_NTASKS={count}, but this step has SLURM_STEP_NUM_TASKS={step_count}: this process is not one "
+            f"of the job's {count}. Start it with srun, or set num_processes=1 to run it alone."
+        )
+    if count == 1:
+        return Processes()
+    num_nodes = int(environ["SLURM_STEP_NUM_NODES"])
+    coordinator = coordinator or _slurm_coordinator(environ)
+    if num_nodes > 1 and is_loopback(coordinator.rpartition(":")[0]):
+        raise UserError(
+            f"coordinator {coordinator} is a loopback address, which the other {num_nodes - 1} of {num_nodes} nodes "
+            "cannot reach. Give the name or address of process 0's node on the network."
+        )
+    return Processes(
+        coordinator=coordinator,
+        count=count,
+        index=int(environ["SLURM_PROCID"]),
+        local_count=_tasks_on_node(environ["SLURM_STEP_TASKS_PER_NODE"], int(environ["SLURM_NODEID"])),
+        local_index=int(environ["SLURM_LOCALID"]),
+        num_nodes=num_nodes,
+        node=environ["SLURM_NODEID"],
+        gpus_bound="SLURM_GPUS_PER_TASK" in environ or "gpu" in environ.get("SLURM_TRES_PER_TASK", ""),
+    )
+
+
+def _slurm_coordinator(environ: Mapping[str, str]) -> str:
+    """The first host of the step, at a port of the step's own: two steps of a job may run at once."""
+    for name, present in (
+        ("SLURM_HET_SIZE", "SLURM_HET_SIZE" in environ),
+        ("SLURM_DISTRIBUTION", environ.get("SLURM_DISTRIBUTION") == "arbitrary"),
+    ):
+        if present:
+            raise UserError(
+                f"{name}={environ[name]}: process 0 may be on any node. Give the coordinator as HOST:PORT of its node."
+            )
+    job, step = int(environ["SLURM_JOB_ID"]), int(environ.get("SLURM_STEP_ID", "0"))
+    return f"{_first_host(environ['SLURM_STEP_NODELIST'])}:{_FIRST_PORT + (job + 61 * step) % _NUM_PORTS}"
+
+
+def _first_host(node_list: str) -> str:
+    """`gpu007` of `gpu[007-010,012],login1`."""
+    found = re.match(r"([^,\[]+)(?:\[([^,\]-]+))?", node_list)
+    assert found, node_list
+    return found[1] + (found[2] or "")
+
+
+def _tasks_on_node(counts: str, node: int) -> int:
+    """The entry of node `node` in SLURM's run-length form `4(x2),3`."""
+    spread: list[int] = []
+    for entry in counts.split(","):
+        tasks, _, times = entry.partition("(x")
+        spread += [int(tasks)] * int(times.rstrip(")") or 1)
+    return spread[node]
+
+
+def is_loopback(host: str) -> bool:
+    """True for a name or address that means this machine only; False if it does not resolve."""
+    try:
+        address = socket.gethostbyname(host.strip("[]"))
+    except OSError:
+        return host.strip("[]") == "::1"
+    return address.startswith("127.")
+
+
+def end_all_on_error(count: int) -> None:
+    """Makes an uncaught exception end this process at once in a run of `count` > 1.
+
+    Without it Python's orderly exit waits minutes for the other processes, which wait for this one.
+    """
+    global _num_processes
+    _num_processes = count
+    if count == 1:
+        return
+    show = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        show(kind, error, traceback)
+        end_process(1)
+
+    sys.excepthook = hook
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends the program with `code`: as `sys.exit` alone, at once where other processes would be waited for."""
+    if _num_processes > 1 and code != 0:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

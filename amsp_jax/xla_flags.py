@@ -1,0 +1,205 @@
+"""The XLA flags of a run: a table with a reason for each, checked before XLA sees them.
+
+XLA aborts the process on a flag it does not know, which no `except` catches, and flags come and go with
+versions. So the table says where each belongs, and a child process tries the final list once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+
+from amsp_jax.errors import UserError
+
+_GPUS = ("cuda", "rocm")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """One flag: its name, its value as text, where it holds, from which jax on, and why."""
+
+    name: str
+    value: str
+    platforms: tuple[str, ...]
+    since: tuple[int, ...]
+    reason: str
+
+
+_RULES = (
+    _Rule(
+        "xla_gpu_enable_latency_hiding_scheduler",
+        "true",
+        _GPUS,
+        (0, 8),
+        "Overlaps collectives with compute. On by default for Hopper in some versions only.",
+    ),
+    _Rule(
+        "xla_gpu_enable_command_buffer",
+        "",
+        _GPUS,
+        (0, 8),
+        "No CUDA or HIP graphs: they cost 1 % on sharded steps, and their capture has failed on MI250X.",
+    ),
+    _Rule(
+        "xla_gpu_enable_all_gather_combine_by_dim",
+        "false",
+        _GPUS,
+        (0, 8),
+        "Leaves of a block that are sharded along different dimensions still share one collective.",
+    ),
+    _Rule(
+        "xla_gpu_enable_reduce_scatter_combine_by_dim",
+        "false",
+        _GPUS,
+        (0, 8),
+        "As for all-gathers.",
+    ),
+    _Rule(
+        "xla_gpu_memory_limit_slop_factor",
+        "95",
+        ("rocm",),
+        (0, 8),
+        "The scheduler may plan with 95 % of memory, as AMD's own training recipes do.",
+    ),
+    _Rule(
+        "xla_gpu_enable_triton_gemm",
+        "false",
+        ("rocm",),
+        (0, 8),
+        "hipBLASLt is faster there. On NVIDIA it stays on: without it a 7B step took 17 % longer.",
+    ),
+    _Rule("xla_gpu_enable_cublaslt", "true", ("rocm",), (0, 8), "hipBLASLt for matrix products."),
+    _Rule(
+        "xla_cpu_collective_call_warn_stuck_timeout_seconds",
+        "120",
+        ("cpu",),
+        (0, 8),
+        "Simulated devices take turns on few cores, so that waiting is normal.",
+    ),
+    _Rule(
+        "xla_cpu_collective_call_terminate_timeout_seconds",
+        "1200",
+        ("cpu",),
+        (0, 8),
+        "By default a collective that waits 40 s for its last simulated device ends the process.",
+    ),
+)
+
+
+def flags(platform: str, version: str, gather_bytes: int | None = None, scatter_bytes: int | None = None) -> list[str]:
+    """The flags we want, as `--name=value`.
+
+    Combine thresholds count the bytes of a collective's output. One block's worth makes one collective of
+    a block's leaves and does not merge blocks, whose collectives then could not overlap the blocks between.
+
+    Args:
+      platform: "cuda", "rocm" or "cpu".
+      version: of jax.
+      gather_bytes: one block's parameters in the compute dtype, whole; None keeps XLA's threshold.
+      scatter_bytes: one block's gradients in the reduction dtype over the size of the reduce-scatter's
+        group, which is also what replicas then all-reduce; None keeps XLA's thresholds.
+    """
+    rules = [rule for rule in _RULES if platform in rule.platforms and _numbers(version) >= rule.since]
+    wanted = [f"--{rule.name}={rule.value}" for rule in rules]
+    if platform in _GPUS and gather_bytes is not None:
+        wanted.append(f"--xla_gpu_all_gather_combine_threshold_bytes={gather_bytes}")
+    if platform in _GPUS and scatter_bytes is not None:
+        wanted.append(f"--xla_gpu_reduce_scatter_combine_threshold_bytes={scatter_bytes}")
+        wanted.append(f"--xla_gpu_all_reduce_combine_threshold_bytes={scatter_bytes}")
+    return wanted
+
+
+def merge(*lists: Iterable[str]) -> list[str]:
+    """All flags in order; of two with one name the later list's counts, so the user's go last."""
+    by_name = {flag_name(flag): flag for one in lists for flag in one}
+    return list(by_name.values())
+
+
+def flag_name(flag: str) -> str:
+    """`xla_x` of `--xla_x=1` or `--xla_x`."""
+    return flag.lstrip("-").split("=", 1)[0]
+
+
+def checked(ours: list[str], users: list[str], cache: pathlib.Path | None = None) -> tuple[list[str], list[str]]:
+    """The merged list without those of ours that this jaxlib refuses, and a note for each that is left out.
+
+    The answer is kept in `cache` by jaxlib's version and the list, so the child process (2 s) runs once.
+
+    Raises:
+      UserError: one of the user's own flags is refused.
+    """
+    refused = _refused(merge(ours, users), cache or _default_cache())
+    version = importlib.metadata.version("jaxlib")
+    bad = [flag for flag in users if flag_name(flag) in refused]
+    if bad:
+        raise UserError(f"XLA flags {' '.join(bad)}: jaxlib {version} does not know them. Remove or correct them.")
+    notes = [
+        f"XLA flag {flag} left out: jaxlib {version} does not know it." for flag in ours if flag_name(flag) in refused
+    ]
+    return merge([flag for flag in ours if flag_name(flag) not in refused], users), notes
+
+
+def _refused(wanted: list[str], cache: pathlib.Path) -> set[str]:
+    """The names that XLA does not know, from the cache or a child process."""
+    key = " ".join([importlib.metadata.version("jaxlib"), *wanted])
+    answers = _read_cache(cache)
+    if key not in answers:
+        answers[key] = _try(wanted, _run_child)
+        _write_cache(cache, answers)
+    return set(answers[key])
+
+
+def _try(wanted: list[str], run_child: Callable[[str], tuple[int, str]]) -> list[str]:
+    code, output = run_child(" ".join(wanted))
+    if code == 0:
+        return []
+    found = re.search(r"Unknown flags? in XLA_FLAGS: (.*)", output)
+    names = [flag_name(flag) for flag in found[1].split()] if found else []
+    if not names:
+        last = (output.strip().splitlines() or ["no message"])[-1]
+        raise UserError(f"XLA refuses the flags {' '.join(wanted)}: {last}. Correct XLA_FLAGS.")
+    return names
+
+
+def _run_child(xla_flags: str) -> tuple[int, str]:
+    """Exit status and messages of a process that only starts XLA, on the CPU, with these flags."""
+    environment = {**os.environ, "XLA_FLAGS": xla_flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", "import jax; jax.devices()"]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return child.returncode, child.stderr
+
+
+def _default_cache() -> pathlib.Path:
+    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(home) / "amsp_jax" / "xla_flags.json"
+
+
+def _read_cache(path: pathlib.Path) -> dict[str, list[str]]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _write_cache(path: pathlib.Path, answers: dict[str, list[str]]) -> None:
+    """Atomic, as all processes of a node may do it; without a place to write, the next run asks again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(answers, file)
+        os.replace(file.name, path)
+    except OSError:
+        return
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """`0.10.2.dev1` as (0, 10, 2): compared as text, 0.9 would be newer than 0.10."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
