@@ -17,12 +17,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import gin
+import jax
 
 from amsp_jax.config import FIELDS, TrainConfig, did_you_mean
 from amsp_jax.errors import UserError
+from amsp_jax.model import Model
 from amsp_jax.optimizer import OPTIMIZERS
 from amsp_jax.strategy import PRESETS, PRESETS_WITH_RANKS
-from models.registry import MODELS
+from models import registry
+from models.layers import AttentionChoice, choose_attention
+from models.registry import MODELS, model_config
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 QUICKSTART = "configs/quickstart.gin"
@@ -58,6 +62,15 @@ class LoadedConfig:
     config: TrainConfig
     config_gin: str
     operative_config_gin: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BuiltModel:
+    """A model, the ids that it knows, and which attention it has and why."""
+
+    model: Model
+    vocab_size: int
+    attention: str
 
 
 def run(main: Callable[[], None]) -> int:
@@ -155,9 +168,10 @@ def load_config(gin_files: Sequence[Path], bindings: Sequence[str] = ()) -> Load
             [str(path) for path in (BASE_CONFIG, *gin_files)], list(bindings), finalize_config=False
         )
         config = gin.get_configurable(TrainConfig)()
-    config_gin, operative = gin.config_str(_NO_WRAP), gin.operative_config_str(_NO_WRAP)
-    _refuse_unused(config_gin, operative)
-    return LoadedConfig(config=config, config_gin=config_gin, operative_config_gin=operative)
+    _refuse_unused(gin.config_str(_NO_WRAP), gin.operative_config_str(_NO_WRAP))
+    return LoadedConfig(
+        config=config, config_gin=gin.config_str(120) + "\n", operative_config_gin=gin.operative_config_str(120) + "\n"
+    )
 
 
 def base_macros() -> dict[str, Any]:
@@ -166,6 +180,25 @@ def base_macros() -> dict[str, Any]:
         gin.clear_config()
         gin.parse_config_file(str(BASE_CONFIG))
     return {name.upper(): gin.query_parameter(f"{name.upper()}/gin.macro.value") for name in FIELDS}
+
+
+def build_model(config: TrainConfig, device: jax.Device | None = None) -> BuiltModel:
+    """The model that MODEL and MODEL_OVERRIDES name, with the attention that suits the device.
+
+    Args:
+      config: the settings.
+      device: one of those it will run on; None builds a model to read shapes from.
+
+    Raises:
+      UserError: no such model, or overrides that it does not take.
+    """
+    sizes = model_config(config.model, config.model_overrides)
+    attention = AttentionChoice("xla", "no device chosen")
+    if device is not None:
+        capability = getattr(device, "compute_capability", None)
+        attention = choose_attention(device.platform, capability, sizes.head_dim, config.compute_dtype)
+    model = registry.build_model(config.model, config.model_overrides, attention=attention.implementation)
+    return BuiltModel(model=model, vocab_size=sizes.vocab_size, attention=attention.reason)
 
 
 def help_text() -> str:

@@ -16,6 +16,9 @@ from amsp_jax.config import TrainConfig
 from amsp_jax.errors import UserError
 
 DEFAULT_PARENT = Path("runs")
+CONFIG_FILE = "config.gin"
+TOKENIZER_FILE = "tokenizer.json"
+CHECKPOINTS = "checkpoints"
 IDENTITY = ("model", "model_overrides", "data", "seed", "global_batch", "seq_len", "optimizer")
 """The settings that make a run: with another value it is another run."""
 
@@ -37,7 +40,7 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         """The folder of checkpoints."""
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     def create(self, config: TrainConfig) -> None:
         """Makes the folder and records which run it holds."""

@@ -1,0 +1,174 @@
+"""What a run is made of, checked as a whole before anything is computed or written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from amsp_jax.checkpoint import Checkpointer, leaf_paths
+from amsp_jax.checks import BatchShape, batch_shape, require_compiled_memory, require_memory
+from amsp_jax.config import TrainConfig
+from amsp_jax.data import Datasets, TokenDataset, global_batch, open_dataset
+from amsp_jax.launch import Layout
+from amsp_jax.model import Batch, Model
+from amsp_jax.optimizer import Schedule, make_optimizer, warmup_cosine
+from amsp_jax.plan import Plan, make_plan
+from amsp_jax.stack import Remat
+from amsp_jax.state import TrainState, abstract_state, true_state
+from amsp_jax.step import StepMetrics, StepSettings, make_train_step
+from amsp_jax.strategy import DataRanks, parse
+
+TrainStep = Callable[[TrainState, Batch, Any], tuple[TrainState, StepMetrics]]
+"""`(state, batch, seed) -> (state, metrics)`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What does not change between the first step and the last.
+
+    Attributes:
+      learning_rates: of each step, [steps] float32; entry 0 is that of step 1.
+    """
+
+    config: TrainConfig
+    layout: Layout
+    model: Model
+    plan: Plan
+    batch: BatchShape
+    settings: StepSettings
+    optimizer: optax.GradientTransformation
+    learning_rates: np.ndarray
+    datasets: Datasets
+
+    def load_batch(self, dataset: TokenDataset, step: int) -> dict[str, jax.Array]:
+        """The global batch of the step that counts `step` steps before it, on its devices."""
+        return global_batch(
+            dataset,
+            step,
+            num_microbatches=self.batch.accumulation,
+            rows_per_microbatch=self.batch.rows,
+            sharding=self.plan.batch_sharding,
+        )
+
+
+def prepare(config: TrainConfig, model: Model, vocab_size: int, layout: Layout) -> Job:
+    """Checks all settings against the model, the devices and the data, the cheapest first.
+
+    Args:
+      config: the settings.
+      model: the model.
+      vocab_size: ids that it knows; text is tokenised with at most as many.
+      layout: the devices.
+
+    Raises:
+      UserError: the strategy, the batch, the memory, the optimizer or the data do not fit.
+    """
+    ranks = data_ranks(layout)
+    plan = make_plan(config.strategy, model.abstract_params(), ranks, layout.devices, config.compute_dtype)
+    batch = batch_shape(config.global_batch, config.microbatch, ranks.total, config.seq_len)
+    require_memory(plan, layout.memory_bytes)
+    return Job(
+        config=config,
+        layout=layout,
+        model=model,
+        plan=plan,
+        batch=batch,
+        settings=step_settings(config),
+        optimizer=optimizer_of(config),
+        learning_rates=_learning_rates(config),
+        datasets=open_dataset(
+            config.data,
+            vocab_size=vocab_size,
+            seq_len=config.seq_len,
+            global_batch=config.global_batch,
+            seed=config.seed,
+        ),
+    )
+
+
+def data_ranks(layout: Layout) -> DataRanks:
+    """Every device is a data-parallel rank."""
+    return DataRanks(layout.devices_per_node, layout.num_nodes)
+
+
+def combine_thresholds(config: TrainConfig, model: Model) -> Callable[[int, int], tuple[int, int]]:
+    """`(num_nodes, devices_per_node) -> (gather bytes, scatter bytes)`: collectives are combined up to one block.
+
+    XLA counts the bytes of results: a gathered block in the compute dtype, a scattered one in the dtype of
+    reduction over the ranks that share a gradient.
+    """
+    _, blocks, head = model.split(model.abstract_params())
+    num_params = sum(x.size for x in jax.tree.leaves(blocks[0] if blocks else head))
+
+    def thresholds(num_nodes: int, devices_per_node: int) -> tuple[int, int]:
+        degrees = parse(config.strategy).resolve(DataRanks(devices_per_node, num_nodes))
+        scattered = num_params // degrees.grads.total
+        return (
+            num_params * jnp.dtype(config.compute_dtype).itemsize,
+            scattered * jnp.dtype(config.reduce_dtype).itemsize,
+        )
+
+    return thresholds
+
+
+def _schedule(config: TrainConfig) -> Schedule:
+    return warmup_cosine(config.learning_rate, config.warmup_steps, config.steps)
+
+
+def _learning_rates(config: TrainConfig) -> np.ndarray:
+    with jax.numpy_dtype_promotion("standard"):
+        return np.asarray(jax.vmap(_schedule(config))(jnp.arange(config.steps)))
+
+
+def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
+    """The optimizer of these settings, clipping and schedule included."""
+    return make_optimizer(
+        config.optimizer, _schedule(config), weight_decay=config.weight_decay, clip_norm=config.clip_norm
+    )
+
+
+def step_settings(config: TrainConfig) -> StepSettings:
+    """How the step of these settings computes."""
+    return StepSettings(reduce_dtype=jnp.dtype(config.reduce_dtype), remat=Remat(config.remat), peel=config.peel)
+
+
+def compile_step(job: Job) -> TrainStep:
+    """The compiled training step; being compiled ahead of time, it cannot compile again later.
+
+    Raises:
+      UserError: it needs more memory than a device has.
+    """
+    step: Any = make_train_step(job.model, job.optimizer, job.plan, job.settings)
+    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    batch = {
+        name: jax.ShapeDtypeStruct(job.batch.shape, dtype, sharding=job.plan.batch_sharding)
+        for name, dtype in dtypes.items()
+    }
+    seed = jax.ShapeDtypeStruct((), jnp.uint32)
+    compiled = step.lower(abstract_state(job.model, job.optimizer, job.plan), batch, seed).compile()
+    if job.layout.platform != "cpu":
+        require_compiled_memory(compiled, job.layout.memory_bytes)
+    return compiled
+
+
+def true_shapes(model: Model, optimizer: optax.GradientTransformation) -> dict[str, list[int]]:
+    """The shape of each leaf of the state without padding, by its path; a checkpoint keeps them."""
+    true = true_state(model, optimizer)
+    return {path: list(leaf.shape) for path, leaf in zip(leaf_paths(true), jax.tree.leaves(true), strict=True)}
+
+
+def restore_state(
+    checkpointer: Checkpointer, step: int, model: Model, optimizer: optax.GradientTransformation, plan: Plan
+) -> TrainState:
+    """The saved state under this plan, whatever it was saved under.
+
+    Raises:
+      UserError: it is of another model or optimizer, or cannot be read.
+    """
+    return checkpointer.restore(step, abstract_state(model, optimizer, plan), true_shapes(model, optimizer))

@@ -1,0 +1,63 @@
+"""Trains a language model: `python train.py` runs the quickstart, `python train.py --help` says what else there is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from amsp_jax import cli, launch, trainer
+from amsp_jax.job import combine_thresholds
+from amsp_jax.strategy import parse
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code: 0, or 2 for a mistake in it."""
+    return cli.run(lambda: train(sys.argv[1:] if argv is None else argv))
+
+
+def train(argv: Sequence[str]) -> None:
+    """From the arguments to the end of the run.
+
+    Raises:
+      UserError: a mistake in them.
+    """
+    line = cli.parse_command_line(argv, default_file=cli.QUICKSTART)
+    if line.wants_help:
+        print(cli.help_text())
+        return
+
+    # What can be wrong without looking at a device.
+    loaded = cli.load_config(line.gin_files, line.bindings)
+    config = loaded.config
+    parse(config.strategy)
+    shapes = cli.build_model(config).model
+
+    # Devices, in order; from here on jax runs.
+    layout = launch.setup(
+        simulated_nodes=config.simulated_nodes,
+        simulated_devices_per_node=config.simulated_devices_per_node,
+        devices_per_node=config.devices_per_node,
+        thresholds=combine_thresholds(config, shapes),
+        coordinator=line.coordinator,
+        num_processes=line.num_processes,
+        process_id=line.process_id,
+    )
+    built = cli.build_model(config, layout.devices[0])
+
+    trainer.train(
+        config,
+        built.model,
+        built.vocab_size,
+        layout,
+        notes=(built.attention, *layout.notes),
+        files={
+            "config.gin": loaded.config_gin,
+            "operative_config.gin": loaded.operative_config_gin,
+            "environment.json": json.dumps(launch.environment(), indent=2) + "\n",
+        },
+    )
+
+
+if __name__ == "__main__":
+    launch.end_process(main())
