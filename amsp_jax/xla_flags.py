@@ -1,7 +1,7 @@
 """The XLA flags of a run: a table with a reason for each, checked before XLA sees them.
 
 XLA aborts the process on a flag it does not know, which no `except` catches, and flags come and go with
-versions. So the table says where each belongs, and a child process tries the final list once.
+versions. So a child process tries the final list once, and what it refuses is left out with a note.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ _GPUS = ("cuda", "rocm")
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """One flag: its name, its value as text, where it holds, from which jax on, and why."""
+    """One flag: its name, its value as text, where it holds, and why."""
 
     name: str
     value: str
     platforms: tuple[str, ...]
-    since: tuple[int, ...]
     reason: str
 
 
@@ -38,57 +37,49 @@ _RULES = (
         "xla_gpu_enable_latency_hiding_scheduler",
         "true",
         _GPUS,
-        (0, 8),
         "Overlaps collectives with compute. On by default for Hopper in some versions only.",
     ),
     _Rule(
         "xla_gpu_enable_command_buffer",
         "",
         _GPUS,
-        (0, 8),
         "No CUDA or HIP graphs: they cost 1 % on sharded steps, and their capture has failed on MI250X.",
     ),
     _Rule(
         "xla_gpu_enable_all_gather_combine_by_dim",
         "false",
         _GPUS,
-        (0, 8),
         "Leaves of a block that are sharded along different dimensions still share one collective.",
     ),
     _Rule(
         "xla_gpu_enable_reduce_scatter_combine_by_dim",
         "false",
         _GPUS,
-        (0, 8),
         "As for all-gathers.",
     ),
     _Rule(
         "xla_gpu_memory_limit_slop_factor",
         "95",
         ("rocm",),
-        (0, 8),
         "The scheduler may plan with 95 % of memory, as AMD's own training recipes do.",
     ),
     _Rule(
         "xla_gpu_enable_triton_gemm",
         "false",
         ("rocm",),
-        (0, 8),
         "hipBLASLt is faster there. On NVIDIA it stays on: without it a 7B step took 17 % longer.",
     ),
-    _Rule("xla_gpu_enable_cublaslt", "true", ("rocm",), (0, 8), "hipBLASLt for matrix products."),
+    _Rule("xla_gpu_enable_cublaslt", "true", ("rocm",), "hipBLASLt for matrix products."),
     _Rule(
         "xla_cpu_collective_call_warn_stuck_timeout_seconds",
         "120",
         ("cpu",),
-        (0, 8),
         "Simulated devices take turns on few cores, so that waiting is normal.",
     ),
     _Rule(
         "xla_cpu_collective_call_terminate_timeout_seconds",
         "1200",
         ("cpu",),
-        (0, 8),
         "By default a collective that waits 40 s for its last simulated device ends the process.",
     ),
 )
@@ -102,13 +93,11 @@ def flags(platform: str, version: str, gather_bytes: int | None = None, scatter_
 
     Args:
       platform: "cuda", "rocm" or "cpu".
-      version: of jax.
       gather_bytes: one block's parameters in the compute dtype, whole; None keeps XLA's threshold.
       scatter_bytes: one block's gradients in the reduction dtype over the size of the reduce-scatter's
         group, which is also what replicas then all-reduce; None keeps XLA's thresholds.
     """
-    rules = [rule for rule in _RULES if platform in rule.platforms and _numbers(version) >= rule.since]
-    wanted = [f"--{rule.name}={rule.value}" for rule in rules]
+    wanted = [f"--{rule.name}={rule.value}" for rule in _RULES if platform in rule.platforms]
     if platform in _GPUS and gather_bytes is not None:
         wanted.append(f"--xla_gpu_all_gather_combine_threshold_bytes={gather_bytes}")
     if platform in _GPUS and scatter_bytes is not None:
@@ -198,8 +187,3 @@ def _write_cache(path: pathlib.Path, answers: dict[str, list[str]]) -> None:
         os.replace(file.name, path)
     except OSError:
         return
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """`0.10.2.dev1` as (0, 10, 2): compared as text, 0.9 would be newer than 0.10."""
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])

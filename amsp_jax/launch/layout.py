@@ -237,7 +237,7 @@ def _set_flags(platform: str, extra: str, thresholds: Thresholds | None, grid: _
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _MEMORY_FRACTION)
         if thresholds is not None:
             gather_bytes, scatter_bytes = thresholds(grid.num_nodes, grid.devices_per_node)
-    ours = xla_flags.flags(platform, jax.__version__, gather_bytes, scatter_bytes)
+    ours = xla_flags.flags(platform, gather_bytes, scatter_bytes)
     users = xla_flags.merge(os.environ.get("XLA_FLAGS", "").split(), extra.split())
     final, notes = xla_flags.checked(ours, users)
     os.environ["XLA_FLAGS"] = " ".join(final)

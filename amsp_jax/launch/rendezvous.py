@@ -115,7 +115,7 @@ def _missing(present: Mapping[int, Facts], count: int, timeout_s: float) -> str:
     absent = [index for index in range(count) if index not in present]
     names = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
     return (
-        f"{len(present)} of {count} processes came within {timeout_s:.0f} s; missing: {names}. "
+        f"{len(present)} of {count} processes came within {timeout_s:g} s; missing: {names}. "
         "Start them all with the same coordinator and num_processes, on nodes that reach each other."
     )
 
@@ -164,7 +164,7 @@ def _connect(host: str, port: int, mine: Facts, timeout_s: float) -> socket.sock
             if time.monotonic() >= deadline:
                 raise UserError(
                     f"process {mine.index} of {mine.count} on {mine.host} found no process 0 at coordinator "
-                    f"{host}:{port} within {timeout_s:.0f} s ({error.strerror or error}). Check that process 0 runs on "
+                    f"{host}:{port} within {timeout_s:g} s ({error.strerror or error}). Check that process 0 runs on "
                     "that host, and that the name is not a loopback address of this one."
                 ) from error
             time.sleep(0.1)

@@ -1,0 +1,388 @@
+"""Platform detection, XLA flags, and processes that find one another or say why not."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import jax
+import pytest
+
+from amsp_jax import xla_flags
+from amsp_jax.errors import UserError
+from amsp_jax.launch import environment, setup
+from amsp_jax.launch.accelerator import count_gpus, find_platform
+from amsp_jax.launch.layout import _real_grid
+from amsp_jax.launch.processes import Processes, find_processes
+from amsp_jax.launch.rendezvous import Facts, meet
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory):
+    """Answers about XLA flags do not come from, or go to, the user's own cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+# Platform
+
+
+def machine(tmp_path, nvidia=0, amd=0):
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidiactl").touch()
+    for i in range(nvidia):
+        (tmp_path / "dev" / f"nvidia{i}").touch()
+    if amd:
+        (tmp_path / "dev" / "kfd").touch()
+    # The driver's first node is the CPU.
+    for i in range(amd + 1):
+        node = tmp_path / "sys/class/kfd/kfd/topology/nodes" / str(i)
+        node.mkdir(parents=True)
+        (node / "properties").write_text(f"cpu_cores_count 8\nsimd_count {440 if i else 0}\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "plugins", "platform"),
+    [
+        ("", {}, [], "cpu"),
+        ("", {"nvidia": 4}, ["jax_plugins.xla_cuda12"], "cuda"),
+        ("", {"amd": 8}, ["jax_rocm7_plugin"], "rocm"),
+        ("", {}, ["jax_plugins.xla_cuda12"], "cpu"),
+        ("", {"nvidia": 4}, [], "cpu"),
+        ("cpu", {"nvidia": 4}, ["jax_plugins.xla_cuda12"], "cpu"),
+        ("cuda,cpu", {}, [], "cuda"),
+        ("gpu", {"amd": 1}, [], "rocm"),
+        ("gpu", {"nvidia": 1}, [], "cuda"),
+    ],
+)
+def test_platform(tmp_path, monkeypatch, asked, gpus, plugins, platform):
+    monkeypatch.setattr(
+        "amsp_jax.launch.accelerator._has_plugin", lambda wanted: any(wanted in plugin for plugin in plugins)
+    )
+    found, notes = find_platform(asked, {}, machine(tmp_path, **gpus))
+    assert found == platform
+    assert bool(notes) == (platform == "cpu" and bool(gpus) and not plugins)
+
+
+def test_an_unknown_platform_is_named():
+    with pytest.raises(UserError, match="JAX_PLATFORMS=tpu"):
+        find_platform("tpu")
+
+
+@pytest.mark.parametrize(
+    ("variables", "count"),
+    [
+        ({}, 4),
+        ({"CUDA_VISIBLE_DEVICES": "2,3"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "0,-1,2"}, 1),
+    ],
+)
+def test_visible_gpus(tmp_path, variables, count):
+    assert count_gpus("cuda", variables, machine(tmp_path, nvidia=4)) == count
+
+
+# XLA flags
+
+
+def test_thresholds_follow_the_block_and_the_platform():
+    text = " ".join(xla_flags.flags("cuda", gather_bytes=400, scatter_bytes=100))
+    assert "--xla_gpu_all_gather_combine_threshold_bytes=400 " in text
+    assert "--xla_gpu_reduce_scatter_combine_threshold_bytes=100 " in text
+    assert "--xla_gpu_enable_triton_gemm" not in text
+    assert "--xla_gpu_enable_triton_gemm=false" in xla_flags.flags("rocm")
+    assert all(flag.startswith("--xla_cpu") for flag in xla_flags.flags("cpu", 400, 100))
+
+
+def test_the_users_flags_win():
+    assert xla_flags.merge(["--a=1", "--b=2"], ["--a=3"]) == ["--a=3", "--b=2"]
+
+
+def test_a_flag_that_xla_refuses_is_dropped_once_and_remembered(tmp_path, monkeypatch):
+    ours = ["--xla_gpu_enable_no_such_thing=true", *xla_flags.flags("cuda", 1, 1)]
+    ours += xla_flags.flags("rocm")
+    cache = tmp_path / "new" / "flags.json"
+    kept, notes = xla_flags.checked(ours, [], cache)
+    assert kept == xla_flags.merge(ours[1:])
+    assert len(notes) == 1 and "--xla_gpu_enable_no_such_thing=true left out" in notes[0]
+    monkeypatch.setattr(xla_flags, "_run_child", lambda flags: pytest.fail("asked twice"))
+    assert xla_flags.checked(ours, [], cache) == (kept, notes)
+
+
+def test_a_users_flag_that_xla_refuses_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        xla_flags, "_run_child", lambda flags: (-6, "F0000 env.cc] Unknown flags in XLA_FLAGS: --xla_nope=1 --xla_b")
+    )
+    with pytest.raises(UserError, match="XLA flags --xla_nope=1: jaxlib"):
+        xla_flags.checked(["--xla_b"], ["--xla_nope=1"], tmp_path / "a")
+    monkeypatch.setattr(xla_flags, "_run_child", lambda flags: (-6, "something else"))
+    with pytest.raises(UserError, match="something else"):
+        xla_flags.checked([], ["--xla_nope=1"], tmp_path / "b")
+
+
+# Processes
+
+SLURM = {
+    "SLURM_JOB_ID": "5000",
+    "SLURM_STEP_ID": "1",
+    "SLURM_NTASKS": "6",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[007-008,010],login1",
+    "SLURM_STEP_TASKS_PER_NODE": "4,2",
+    "SLURM_PROCID": "5",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "1",
+}
+
+
+def test_slurm():
+    assert find_processes(None, None, None, SLURM) == Processes(
+        coordinator=f"gpu007:{61440 + 5061 % 4096}",
+        count=6,
+        index=5,
+        local_count=2,
+        local_index=1,
+        num_nodes=2,
+        node="1",
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("node1", "node1"), ("a1,b2", "a1"), ("n[3-5]", "n3"), ("n[03,07-9]", "n03"), ("a-b[1-2]", "a-b1")],
+)
+def test_first_host_of_a_node_list(nodes, host):
+    processes = find_processes(None, None, None, {**SLURM, "SLURM_STEP_NODELIST": nodes})
+    assert processes.coordinator.split(":")[0] == host
+
+
+def test_alone():
+    assert find_processes(None, None, None, {}) == Processes()
+    assert find_processes(None, 1, None, SLURM) == Processes()
+    assert find_processes("node1:123", 2, 1, SLURM).coordinator == "node1:123"
+
+
+@pytest.mark.parametrize(
+    ("settings", "environ", "message"),
+    [
+        ((None, None, None), {"SLURM_NTASKS": "4"}, "SLURM_NTASKS=4, but this process is not a task of srun"),
+        ((None, None, None), {"SLURM_JOB_NUM_NODES": "2"}, "SLURM_JOB_NUM_NODES=2"),
+        ((None, None, None), {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, "SLURM_NTASKS=6, but this step has .*=1"),
+        ((None, None, None), {**SLURM, "SLURM_DISTRIBUTION": "arbitrary"}, "SLURM_DISTRIBUTION=arbitrary"),
+        ((None, None, None), {"OMPI_COMM_WORLD_SIZE": "2"}, "an MPI launcher started several"),
+        (("localhost:1", None, None), SLURM, "loopback address, which the other 1 of 2 nodes"),
+        (("h:1", 2, None), {}, "without process_id"),
+        (("h", 2, 1), {}, "HOST:PORT"),
+        (("h:1", 2, 2), {}, "process_id=2 with num_processes=2"),
+    ],
+)
+def test_what_would_be_separate_runs_is_an_error(settings, environ, message):
+    with pytest.raises(UserError, match=message):
+        find_processes(*settings, environ)
+
+
+@pytest.mark.parametrize(
+    ("place", "visible", "ids"),
+    [
+        ({}, 4, None),
+        ({"local_count": 4, "local_index": 3}, 4, [3]),
+        ({"local_count": 2, "local_index": 1}, 4, [2, 3]),
+        ({"local_count": 4, "local_index": 3}, 1, None),
+        ({"local_count": 2, "local_index": 1, "gpus_bound": True}, 2, None),
+    ],
+)
+def test_gpus_of_a_process(place, visible, ids):
+    assert Processes(count=8, **place).gpu_ids(visible) == ids
+
+
+def test_gpus_that_do_not_divide_over_processes():
+    with pytest.raises(UserError, match="4 visible GPUs do not divide over 3 processes"):
+        Processes(count=3, local_count=3).gpu_ids(4)
+
+
+def facts(index, count=2, node="a", num_devices=4, **settings):
+    return Facts(
+        index=index,
+        count=count,
+        host=f"host-{node}",
+        node=node,
+        loopback=False,
+        num_devices=num_devices,
+        memory_bytes=1,
+        settings=settings,
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "devices_per_node", "grid"),
+    [("a", None, (1, 4)), ("aabb", None, (2, 8)), ("abab", None, (2, 8)), ("a", 2, (2, 2)), ("ab", 1, (8, 1))],
+)
+def test_real_devices_in_nodes(nodes, devices_per_node, grid):
+    found = _real_grid([facts(i, node=node) for i, node in enumerate(nodes)], devices_per_node)
+    assert (found.num_nodes, found.devices_per_node) == grid
+    assert found.node_of_process == tuple("ab".index(node) for node in nodes)
+
+
+def test_node_sizes_that_contradict_the_devices():
+    with pytest.raises(UserError, match="DEVICES_PER_NODE=3 does not divide the 4 devices"):
+        _real_grid([facts(0)], 3)
+    with pytest.raises(UserError, match="different numbers of devices: host-a 4, host-b 2"):
+        _real_grid([facts(0), facts(1, node="b", num_devices=2)], None)
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def gather(*everyone, timeout_s=5.0):
+    """What `meet` returns or raises in each of several threads."""
+    address, results = f"127.0.0.1:{free_port()}", {}
+
+    def run(key, mine):
+        try:
+            results[key] = meet(address, mine, timeout_s)
+        except UserError as error:
+            results[key] = str(error)
+
+    threads = [threading.Thread(target=run, args=item) for item in enumerate(everyone)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [results[key] for key in range(len(everyone))]
+
+
+def test_processes_learn_of_one_another():
+    everyone = [facts(i, count=3, platform="cpu") for i in range(3)]
+    assert gather(*everyone) == [everyone] * 3
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (facts(1, count=3, grid=4), "num_processes is 2 in process 0 on host-a and 3 in process 1"),
+        (facts(1, grid=8), "grid is 4 in process 0 on host-a and 8 in process 1"),
+    ],
+)
+def test_processes_that_disagree_all_say_so(second, message):
+    for result in gather(facts(0, grid=4), second):
+        assert message in result
+
+
+def test_two_of_one_number():
+    results = gather(facts(0, count=3), facts(1, count=3), facts(1, count=3, node="b"))
+    assert all("two processes have process_id=1" in result for result in results)
+
+
+def test_a_missing_process_is_named():
+    first, second = gather(facts(0, count=3), facts(1, count=3), timeout_s=0.5)
+    assert first == second and "2 of 3 processes came within 0.5 s; missing: 2." in first
+    (alone,) = gather(facts(1), timeout_s=0.3)
+    assert "found no process 0" in alone
+
+
+# Setup
+
+CHILD = """
+import sys
+import jax
+import numpy as np
+from amsp_jax.errors import UserError
+from amsp_jax.launch import end_process, setup
+import os
+os.environ.pop("JAX_PLATFORMS", None)
+jax.config.update("jax_platforms", None)
+try:
+    layout = setup(simulated_nodes=2, simulated_devices_per_node=2, **SETTINGS)
+except UserError as error:
+    print(error, file=sys.stderr)
+    end_process(2)
+"""
+
+
+def start(settings: dict, code: str) -> subprocess.Popen:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    source = CHILD.replace("SETTINGS", repr(settings)) + textwrap.dedent(code)
+    return subprocess.Popen([sys.executable, "-c", source], env=environ, stdout=-1, stderr=-1, text=True)
+
+
+def start_two(code: str) -> list[subprocess.Popen]:
+    address = f"127.0.0.1:{free_port()}"
+    return [start({"coordinator": address, "num_processes": 2, "process_id": i}, code) for i in range(2)]
+
+
+def test_setup_in_this_process_takes_the_devices_that_are_there(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    jax.devices()
+    layout = setup(simulated_nodes=2, simulated_devices_per_node=4, devices_per_node=4)
+    assert (layout.platform, layout.num_nodes, layout.devices_per_node) == ("cpu", 2, 4)
+    assert layout.devices == tuple(jax.devices()) and layout.memory_bytes > 0
+    assert layout.notes == ("DEVICES_PER_NODE=4 without effect: no accelerator is in use.",)
+    assert layout.cluster().peak_flops is None and layout.cluster().num_devices == 8
+    with pytest.raises(UserError, match="4 simulated devices are asked for .* runs with 8"):
+        setup(simulated_nodes=2, simulated_devices_per_node=2)
+    with pytest.raises(UserError, match="SIMULATED_NODES=0"):
+        setup(simulated_nodes=0)
+
+
+def test_environment_is_json():
+    found = json.loads(json.dumps(environment()))
+    assert found["jax"] == jax.__version__ and found["num_devices"] == 8 and found["driver"] is None
+
+
+def test_two_processes_add_up():
+    children = start_two(
+        """
+        mesh = jax.sharding.Mesh(np.array(layout.devices).reshape(2, 2), ("node", "device"))
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("node", "device")))
+        values = np.array([1.0, 2.0, 4.0, 8.0], np.float32)
+        x = jax.make_array_from_callback((4,), sharding, lambda index: values[index])
+        total = jax.shard_map(lambda x: jax.lax.psum(x, ("node", "device")), mesh=mesh, in_specs=sharding.spec,
+                              out_specs=jax.sharding.PartitionSpec())(x)
+        print(layout.process_index, layout.process_count, len(layout.devices), float(total.addressable_data(0)[0]))
+        """
+    )
+    results = [child.communicate(timeout=60) for child in children]
+    for index, (child, (out, err)) in enumerate(zip(children, results, strict=True)):
+        assert child.returncode == 0, err
+        assert out.splitlines()[-1] == f"{index} 2 4 15.0"
+
+
+def test_an_exception_in_one_process_ends_it_at_once():
+    children = start_two(
+        """
+        import time
+        if layout.process_index == 1:
+            raise RuntimeError("broken on purpose")
+        time.sleep(60)
+        """
+    )
+    try:
+        begin = time.monotonic()
+        _, err = children[1].communicate(timeout=30)
+        assert children[1].returncode == 1 and "broken on purpose" in err
+        assert time.monotonic() - begin < 20
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+
+
+def test_a_lone_process_says_that_it_is_alone():
+    child = start(
+        {"coordinator": f"127.0.0.1:{free_port()}", "num_processes": 2, "process_id": 0, "timeout_s": 0.5}, ""
+    )
+    _, err = child.communicate(timeout=30)
+    assert child.returncode == 2
+    assert err.splitlines()[-1].startswith("1 of 2 processes came within")
