@@ -18,8 +18,8 @@ from models import MODELS, GPTConfig, LlamaConfig, build_model, gpt, llama, mode
 from models.config import TransformerConfig
 from models.layers import choose_attention, cross_entropy, embed
 
-LLAMA = LlamaConfig(num_layers=2, hidden=32, ffn=48, num_heads=4, num_kv_heads=2, vocab_size=61, init_std=0.2)
-GPT = GPTConfig(num_layers=2, hidden=32, ffn=48, num_heads=4, vocab_size=61, max_seq_len=16, init_std=0.2)
+LLAMA = LlamaConfig(num_layers=2, hidden=32, ffn=48, num_heads=4, num_kv_heads=2, vocab_size=61)
+GPT = GPTConfig(num_layers=2, hidden=32, ffn=48, num_heads=4, vocab_size=61, max_seq_len=16)
 CONFIGS = {
     "llama": LLAMA,
     "llama-tied": dataclasses.replace(LLAMA, tied=True, num_kv_heads=4),
@@ -32,17 +32,15 @@ def make(config):
     return llama(config) if isinstance(config, LlamaConfig) else gpt(config)
 
 
-def init(model):
-    """Parameters whose norms and biases are not at their trivial initial values, too."""
+def draw(model):
+    """Parameters drawn in numpy, with norms and biases away from their initial 1 and 0."""
+    rng = np.random.default_rng(0)
 
-    def create(key):
-        keys = jax.random.split(key, len(model.blocks) + 2)
-        blocks = [block.init(key) for block, key in zip(model.blocks, keys[2:], strict=True)]
-        leaves, treedef = jax.tree.flatten(model.join(model.embed.init(keys[0]), blocks, model.head.init(keys[1])))
-        noise = 0.3 * jax.random.normal(key, (len(leaves), 64))
-        return treedef.unflatten(x + noise[i, : x.size] if x.ndim == 1 else x for i, x in enumerate(leaves))
+    def leaf(path, x):
+        mean, std = (0.0, 0.2) if x.ndim == 2 else (float(path[-1].key == "scale"), 0.3)
+        return rng.normal(mean, std, x.shape).astype(np.float32)
 
-    return jax.jit(create)(jax.random.key(0))
+    return jax.tree_util.tree_map_with_path(leaf, model.abstract_params())
 
 
 def make_batch(vocab_size, rows=2, seq_len=12):
@@ -66,23 +64,28 @@ def forward(model, params, batch):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, its parameters, a batch, and its functions compiled once for all tests."""
+    """A model, its parameters, a batch, and one function compiled once for all tests."""
 
     config: TransformerConfig
     params: Any
     batch: dict[str, np.ndarray]
-    forward: Callable[..., Any]
-    value_and_grad: Callable[..., Any]
+    # (params, batch) -> ((loss_sum, (logits, weight_sum, aux)), grads)
+    run: Callable[..., Any]
 
     @classmethod
     def of(cls, config):
         model = make(config)
-        value_and_grad = jax.value_and_grad(lambda params, batch: forward(model, params, batch)[1][0][0])
-        run = jax.jit(lambda params, batch: forward(model, params, batch))
-        return cls(config, init(model), make_batch(config.vocab_size), run, jax.jit(value_and_grad))
+
+        def loss(params, batch):
+            logits, ((loss_sum, weight_sum), aux) = forward(model, params, batch)
+            return loss_sum, (logits, weight_sum, aux)
+
+        run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+        return cls(config, draw(model), make_batch(config.vocab_size), run)
 
     def logits(self, tokens):
-        return np.asarray(self.forward(self.params, {**self.batch, "tokens": tokens})[0])
+        (_, (logits, _, _)), _ = self.run(self.params, {**self.batch, "tokens": tokens})
+        return np.asarray(logits)
 
 
 @pytest.fixture(params=CONFIGS, scope="module")
@@ -92,38 +95,36 @@ def case(request):
 
 def test_logits_and_loss_equal_the_reference(case):
     logits_of_row = reference.llama_logits if isinstance(case.config, LlamaConfig) else reference.gpt_logits
-    params = reference.float64(case.params)
-    expected = np.stack([logits_of_row(case.config, params, row) for row in case.batch["tokens"]])
-    logits, ((loss_sum, weight_sum), aux) = case.forward(case.params, case.batch)
+    params, batch = reference.float64(case.params), case.batch
+    expected = np.stack([logits_of_row(case.config, params, row) for row in batch["tokens"]])
+    (loss_sum, (logits, weight_sum, aux)), _ = case.run(case.params, batch)
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(
-        loss_sum, reference.loss(expected, case.batch["targets"], case.batch["weights"]), rtol=1e-5
-    )
-    assert float(weight_sum) == case.batch["weights"].sum()
+    np.testing.assert_allclose(loss_sum, reference.loss(expected, batch["targets"], batch["weights"]), rtol=1e-5)
+    assert float(weight_sum) == batch["weights"].sum()
     assert aux == {}
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_shapes_and_dtypes(case, dtype):
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), case.params)
-    logits, ((loss_sum, weight_sum), _) = jax.eval_shape(case.forward, params, case.batch)
+    (loss_sum, (logits, weight_sum, _)), grads = jax.eval_shape(case.run, params, case.batch)
     assert (logits.shape, logits.dtype) == ((2, 12, case.config.vocab_size), dtype)
     for total in (loss_sum, weight_sum):
         assert (total.shape, total.dtype) == ((), jnp.float32)
+    chex.assert_trees_all_equal_shapes_and_dtypes(grads, params)
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt"], indirect=True)
 def test_bfloat16_is_near_float32(case):
-    exact, exact_grads = case.value_and_grad(case.params, case.batch)
+    (exact, _), exact_grads = case.run(case.params, case.batch)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), case.params)
-    traced = case.value_and_grad.trace(params, case.batch)
+    traced = case.run.trace(params, case.batch)
     # jax lowers the backward of its bfloat16 attention, a product of float32 and bfloat16, only outside strict mode.
     with jax.numpy_dtype_promotion("standard"):
         compiled = traced.lower().compile()
-    rounded, grads = compiled(params, case.batch)
+    (rounded, _), grads = compiled(params, case.batch)
     assert float(rounded) == pytest.approx(float(exact), rel=0.02)
     for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(exact_grads), strict=True):
-        assert got.dtype == jnp.bfloat16
         assert np.linalg.norm(np.asarray(got, np.float32) - want) <= 0.1 * np.linalg.norm(want) + 1e-2
 
 
@@ -138,32 +139,34 @@ def test_a_later_token_does_not_change_an_earlier_logit(case):
 def test_tokens_of_weight_zero_do_not_count(case):
     batch = case.batch
     ignored = {**batch, "targets": np.where(batch["weights"] > 0, batch["targets"], -100).astype(np.int32)}
-    chex.assert_trees_all_equal(case.value_and_grad(case.params, ignored), case.value_and_grad(case.params, batch))
+    chex.assert_trees_all_equal(case.run(case.params, ignored), case.run(case.params, batch))
     nothing = {
         "tokens": np.full_like(batch["tokens"], -1),
         "targets": np.full_like(batch["targets"], -100),
         "weights": np.zeros_like(batch["weights"]),
     }
-    total, grads = case.value_and_grad(case.params, nothing)
+    (total, _), grads = case.run(case.params, nothing)
     assert float(total) == 0.0
     assert all(np.all(np.asarray(g) == 0.0) for g in jax.tree.leaves(grads))
 
 
 def test_grouped_queries_equal_repeated_heads():
-    full = dataclasses.replace(LLAMA, num_kv_heads=LLAMA.num_heads)
-    params, batch = init(llama(LLAMA)), make_batch(LLAMA.vocab_size)
+    grouped = llama(LLAMA).blocks[0]
+    full = llama(dataclasses.replace(LLAMA, num_kv_heads=LLAMA.num_heads)).blocks[0]
+    params = draw(llama(LLAMA))["blocks"][0]
+    x = np.random.default_rng(1).normal(size=(2, 12, LLAMA.hidden)).astype(np.float32)
 
-    def repeat(path, x):
+    def repeat(path, weight):
         if path[-2].key not in ("k", "v"):
-            return x
-        return jnp.repeat(x.reshape(x.shape[0], LLAMA.num_kv_heads, -1), 2, axis=1).reshape(x.shape[0], -1)
+            return weight
+        heads = weight.reshape(LLAMA.hidden, LLAMA.num_kv_heads, LLAMA.head_dim)
+        return jnp.repeat(heads, LLAMA.num_heads // LLAMA.num_kv_heads, axis=1).reshape(LLAMA.hidden, LLAMA.hidden)
 
-    repeated = {**params, "blocks": jax.tree_util.tree_map_with_path(repeat, params["blocks"])}
-    logits, expected = (
-        jax.jit(lambda p, config=config: forward(llama(config), p, batch)[0])(p)
-        for config, p in [(LLAMA, params), (full, repeated)]
+    repeated = jax.tree_util.tree_map_with_path(repeat, params)
+    got, expected = jax.jit(lambda a, b, x: (grouped.apply(a, x, {}, None), full.apply(b, x, {}, None)))(
+        params, repeated, x
     )
-    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_frequent_token_gradient_in_bfloat16_is_summed_in_float32():
@@ -208,33 +211,25 @@ def test_projections_are_named_for_rematerialisation(config, names):
     assert sorted(re.findall(r"name\[name=(\w+)\]", str(jaxpr))) == names
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPT])
-def test_initial_parameters_do_not_depend_on_the_mesh(config):
-    model = make(config)
+@pytest.mark.parametrize("part", [llama(LLAMA).embed, gpt(GPT).blocks[0]], ids=["embed", "block"])
+def test_initial_parameters_do_not_depend_on_the_mesh(part):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def create(key):
-        return model.embed.init(key), model.blocks[0].init(key), model.head.init(key)
 
     def shard(x):
         dim = [size % 8 for size in x.shape].index(0)
         return jax.NamedSharding(mesh, jax.P(*(None,) * dim, "data"))
 
-    alone = jax.jit(create)(jax.random.key(1))
-    sharded = jax.jit(create, out_shardings=jax.tree.map(shard, alone))(jax.random.key(1))
+    alone = jax.jit(part.init)(jax.random.key(1))
+    sharded = jax.jit(part.init, out_shardings=jax.tree.map(shard, alone))(jax.random.key(1))
     chex.assert_trees_all_equal(jax.device_get(alone), jax.device_get(sharded))
 
 
-def test_initial_scale_and_dtype():
+def test_initial_scale():
     config = LlamaConfig(num_layers=8, hidden=128, ffn=256, num_heads=4, num_kv_heads=2, vocab_size=512)
-    block = llama(config).blocks[0].init(jax.random.key(0))
-    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(block))
-    for projection, std in [
-        (block["attention"]["q"], 0.02),
-        (block["attention"]["o"], 0.005),
-        (block["mlp"]["down"], 0.005),
-    ]:
-        assert float(projection["kernel"].std()) == pytest.approx(std, rel=0.05)
+    block = jax.jit(llama(config).blocks[0].init)(jax.random.key(0))
+    attention, mlp = block["attention"], block["mlp"]
+    for projection, std in [(attention["q"], 0.02), (attention["o"], 0.005), (mlp["up"], 0.02), (mlp["down"], 0.005)]:
+        assert np.asarray(projection["kernel"]).std() == pytest.approx(std, rel=0.05)
     assert np.all(np.asarray(block["mlp_norm"]["scale"]) == 1.0)
 
 
