@@ -85,7 +85,7 @@ _RULES = (
 )
 
 
-def flags(platform: str, version: str, gather_bytes: int | None = None, scatter_bytes: int | None = None) -> list[str]:
+def flags(platform: str, gather_bytes: int | None = None, scatter_bytes: int | None = None) -> list[str]:
     """The flags we want, as `--name=value`.
 
     Combine thresholds count the bytes of a collective's output. One block's worth makes one collective of

@@ -1,8 +1,12 @@
 """Checkpoints: every mesh to every other, padding, donation, damage."""
 
 import json
+import os
 import pathlib
 import shutil
+import socket
+import subprocess
+import sys
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -214,3 +218,53 @@ def test_two_leaves_of_one_name_are_refused(tmp_path):
 def test_meta_is_plain_json_on_disk(saved):
     file = (saved / "5" / "meta").glob("meta*")
     assert json.loads(next(file).read_text())["seed"] == 3
+
+
+TWO_PROCESSES = """
+import pathlib, sys
+import jax
+import numpy as np
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+index = int(sys.argv[1])
+jax.distributed.initialize(sys.argv[2], 2, index, cluster_detection_method="deactivate")
+from amsp_jax.checkpoint import Checkpointer
+
+mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
+values = np.arange(12, dtype=np.float32).reshape(6, 2)
+
+def put(value, *spec):
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    return jax.make_array_from_callback(value.shape, sharding, lambda at: value[at])
+
+checkpointer = Checkpointer(sys.argv[3], keep=1)
+for step in (1, 2):
+    checkpointer.save(step, {"w": put(np.pad(values * step, ((0, 2), (0, 0))), ("a", "b"))}, {"shapes": {"w": [6, 2]}})
+checkpointer.wait()
+assert checkpointer.latest_step() == 2
+wanted = put(values * 2, "b", "a")
+abstract = {"w": jax.ShapeDtypeStruct((6, 2), np.float32, sharding=wanted.sharding)}
+restored = checkpointer.restore(2, abstract, {"w": [6, 2]})
+for got, want in zip(restored["w"].addressable_shards, wanted.addressable_shards, strict=True):
+    np.testing.assert_array_equal(got.data, want.data)
+checkpointer.close()
+print("done")
+"""
+
+
+def test_two_processes_save_and_restore_and_one_reads_it(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    environ = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[1])}
+    command = [sys.executable, "-c", TWO_PROCESSES]
+    children = [
+        subprocess.Popen([*command, str(i), address, str(tmp_path)], env=environ, stdout=-1, stderr=-1, text=True)
+        for i in range(2)
+    ]
+    for child, (out, err) in [(child, child.communicate(timeout=60)) for child in children]:
+        assert child.returncode == 0 and out.endswith("done\n"), err
+    checkpointer = Checkpointer(tmp_path, keep=None)
+    sharding = NamedSharding(mesh_of(3), P("a"))
+    wanted = {"w": jax.device_put(np.arange(12, dtype=np.float32).reshape(6, 2) * 2, sharding)}
+    assert_same(checkpointer.restore(2, abstract(wanted), {"w": [6, 2]}), wanted)
+    checkpointer.close()
