@@ -17,7 +17,7 @@ from amsp_jax import xla_flags
 from amsp_jax.errors import UserError
 from amsp_jax.launch import environment, setup
 from amsp_jax.launch.accelerator import count_gpus, find_platform
-from amsp_jax.launch.layout import _real_grid
+from amsp_jax.launch.layout import _real_grid, _share_gpus
 from amsp_jax.launch.processes import Processes, find_processes
 from amsp_jax.launch.rendezvous import Facts, meet
 
@@ -138,22 +138,14 @@ SLURM = {
     "SLURM_STEP_NUM_TASKS": "6",
     "SLURM_STEP_NUM_NODES": "2",
     "SLURM_STEP_NODELIST": "gpu[007-008,010],login1",
-    "SLURM_STEP_TASKS_PER_NODE": "4,2",
     "SLURM_PROCID": "5",
     "SLURM_NODEID": "1",
-    "SLURM_LOCALID": "1",
 }
 
 
 def test_slurm():
     assert find_processes(None, None, None, SLURM) == Processes(
-        coordinator=f"gpu007:{61440 + 5061 % 4096}",
-        count=6,
-        index=5,
-        local_count=2,
-        local_index=1,
-        num_nodes=2,
-        node="1",
+        coordinator=f"gpu007:{61440 + 5061 % 4096}", count=6, index=5, node="1"
     )
 
 
@@ -181,7 +173,8 @@ def test_alone():
         ((None, None, None), {**SLURM, "SLURM_DISTRIBUTION": "arbitrary"}, "SLURM_DISTRIBUTION=arbitrary"),
         ((None, None, None), {"OMPI_COMM_WORLD_SIZE": "2"}, "an MPI launcher started several"),
         (("localhost:1", None, None), SLURM, "loopback address, which the other 1 of 2 nodes"),
-        (("h:1", 2, None), {}, "without process_id"),
+        (("h:1", 2, None), {}, "coordinator=h:1, num_processes=2 alone"),
+        ((None, 2, None), SLURM, "num_processes=2 alone"),
         (("h", 2, 1), {}, "HOST:PORT"),
         (("h:1", 2, 2), {}, "process_id=2 with num_processes=2"),
     ],
@@ -191,26 +184,7 @@ def test_what_would_be_separate_runs_is_an_error(settings, environ, message):
         find_processes(*settings, environ)
 
 
-@pytest.mark.parametrize(
-    ("place", "visible", "ids"),
-    [
-        ({}, 4, None),
-        ({"local_count": 4, "local_index": 3}, 4, [3]),
-        ({"local_count": 2, "local_index": 1}, 4, [2, 3]),
-        ({"local_count": 4, "local_index": 3}, 1, None),
-        ({"local_count": 2, "local_index": 1, "gpus_bound": True}, 2, None),
-    ],
-)
-def test_gpus_of_a_process(place, visible, ids):
-    assert Processes(count=8, **place).gpu_ids(visible) == ids
-
-
-def test_gpus_that_do_not_divide_over_processes():
-    with pytest.raises(UserError, match="4 visible GPUs do not divide over 3 processes"):
-        Processes(count=3, local_count=3).gpu_ids(4)
-
-
-def facts(index, count=2, node="a", num_devices=4, **settings):
+def facts(index, count=2, node="a", num_devices=4, gpus="", **settings):
     return Facts(
         index=index,
         count=count,
@@ -218,9 +192,41 @@ def facts(index, count=2, node="a", num_devices=4, **settings):
         node=node,
         loopback=False,
         num_devices=num_devices,
+        gpus=gpus,
         memory_bytes=1,
         settings=settings,
     )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "visible", "ids"),
+    [
+        ("a", [""], 4, [None]),
+        ("ab", ["", ""], 4, [None, None]),
+        ("aaaa", [""] * 4, 4, [[0], [1], [2], [3]]),
+        ("aabb", [""] * 4, 4, [[0, 1], [2, 3], [0, 1], [2, 3]]),
+        ("aa", ["CUDA_VISIBLE_DEVICES=0,1", "CUDA_VISIBLE_DEVICES=2,3"], 2, [None, None]),
+    ],
+)
+def test_processes_of_a_node_share_the_gpus_that_they_see(nodes, gpus, visible, ids):
+    everyone = [
+        facts(i, node=node, gpus=seen, num_devices=visible)
+        for i, (node, seen) in enumerate(zip(nodes, gpus, strict=True))
+    ]
+    found = [_share_gpus(everyone, i) for i in range(len(nodes))]
+    assert [own for own, _ in found] == ids
+    assert [f.num_devices for f in found[0][1]] == [len(own or range(visible)) for own in ids]
+
+
+def test_gpus_that_do_not_divide_over_processes():
+    with pytest.raises(UserError, match="4 visible GPUs do not divide over the 3 processes on host-a"):
+        _share_gpus([facts(i) for i in range(3)], 0)
+
+
+@pytest.mark.parametrize("bound", [{"SLURM_GPUS_PER_TASK": "1"}, {"SLURM_TRES_PER_TASK": "gres/gpu:2"}])
+def test_gpus_that_slurm_bound_are_not_shared(bound):
+    assert not find_processes(None, None, None, SLURM).gpus_bound
+    assert find_processes(None, None, None, {**SLURM, **bound}).gpus_bound
 
 
 @pytest.mark.parametrize(

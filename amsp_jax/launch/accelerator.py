@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from amsp_jax.errors import UserError
 
 _VENDORS = {"cuda": "NVIDIA", "rocm": "AMD"}
+VISIBILITY = {"cuda": ("CUDA_VISIBLE_DEVICES",), "rocm": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")}
+"""The variables by which each driver narrows what a process sees."""
 
 
 def find_platform(
@@ -45,9 +47,8 @@ def find_platform(
 
 def count_gpus(platform: str, environ: Mapping[str, str] = os.environ, root: pathlib.Path = pathlib.Path("/")) -> int:
     """GPUs that a process with this environment can use, by device files and the visibility variables."""
-    if platform == "cuda":
-        return _visible(_count_nvidia(root), environ, "CUDA_VISIBLE_DEVICES")
-    return _visible(_count_amd(root), environ, "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+    present = _count_nvidia(root) if platform == "cuda" else _count_amd(root)
+    return _visible(present, environ, *VISIBILITY[platform])
 
 
 def _named(asked: str, root: pathlib.Path) -> str:

@@ -14,7 +14,7 @@ import jax
 from amsp_jax import xla_flags
 from amsp_jax.cluster import Cluster, device_peak
 from amsp_jax.errors import UserError
-from amsp_jax.launch.accelerator import count_gpus, find_platform
+from amsp_jax.launch.accelerator import VISIBILITY, count_gpus, find_platform
 from amsp_jax.launch.processes import Processes, end_all_on_error, find_processes, is_loopback
 from amsp_jax.launch.rendezvous import Facts, meet
 
@@ -109,20 +109,23 @@ def setup(
     simulated = (_or_one(simulated_nodes), _or_one(simulated_devices_per_node))
     if platform == "cpu":
         notes += _unused("no accelerator is in use", DEVICES_PER_NODE=devices_per_node)
-        gpu_ids, num_local = None, _simulated_share(simulated, processes.count)
+        num_local = _simulated_share(simulated, processes.count)
     else:
         unused = {"SIMULATED_NODES": simulated_nodes, "SIMULATED_DEVICES_PER_NODE": simulated_devices_per_node}
         notes += _unused("an accelerator is in use", **unused)
-        visible = count_gpus(platform)
-        gpu_ids = processes.gpu_ids(visible)
-        num_local = len(gpu_ids) if gpu_ids else max(visible, 1)
+        num_local = max(count_gpus(platform), 1)
     settings: dict[str, object] = {"the platform": platform, "jax": jax.__version__}
     if platform == "cpu":
         settings["the simulated grid"] = list(simulated)
     else:
         settings["DEVICES_PER_NODE"] = devices_per_node
     everyone = _meet(processes, num_local, settings, timeout_s)
-    grid = _simulated_grid(simulated, everyone) if platform == "cpu" else _real_grid(everyone, devices_per_node)
+    gpu_ids = None
+    if platform == "cpu":
+        grid = _simulated_grid(simulated, everyone)
+    else:
+        gpu_ids, everyone = _share_gpus(everyone, processes.index)
+        grid = _real_grid(everyone, devices_per_node)
     notes += _set_flags(platform, extra_xla_flags, thresholds, grid)
     _choose_backend(platform, num_local, processes.count)
     _connect(processes, gpu_ids, timeout_s)
@@ -183,6 +186,7 @@ def _meet(processes: Processes, num_local: int, settings: dict[str, object], tim
         node=processes.node or _machine_id() or host,
         loopback=is_loopback(host),
         num_devices=num_local,
+        gpus=_gpu_group(settings["the platform"], processes),
         memory_bytes=_available_memory(),
         settings=settings,
     )
@@ -197,6 +201,33 @@ def _meet(processes: Processes, num_local: int, settings: dict[str, object], tim
             "Give it its network address in /etc/hosts."
         )
     return everyone
+
+
+def _gpu_group(platform: object, processes: Processes) -> str:
+    if processes.gpus_bound:
+        return f"process {processes.index}"
+    return " ".join(f"{name}={os.environ.get(name)}" for name in VISIBILITY.get(str(platform), ()))
+
+
+def _share_gpus(everyone: list[Facts], index: int) -> tuple[list[int] | None, list[Facts]]:
+    """The GPUs of process `index` among those it sees, None for all; and everyone with their own numbers.
+
+    Raises:
+      UserError: the GPUs of a node do not divide over the processes that see them.
+    """
+    ids, shared = [], []
+    for facts in everyone:
+        sharers = [other.index for other in everyone if (other.node, other.gpus) == (facts.node, facts.gpus)]
+        share, rest = divmod(facts.num_devices, len(sharers))
+        if rest:
+            raise UserError(
+                f"{facts.num_devices} visible GPUs do not divide over the {len(sharers)} processes on {facts.host} "
+                "that see them. Start one process a node, or one a GPU."
+            )
+        first = sharers.index(facts.index) * share
+        ids.append(list(range(first, first + share)) if len(sharers) > 1 else None)
+        shared.append(dataclasses.replace(facts, num_devices=share))
+    return ids[index], shared
 
 
 def _simulated_grid(simulated: tuple[int, int], everyone: list[Facts]) -> _Grid:

@@ -30,8 +30,6 @@ class Processes:
     Attributes:
       coordinator: `host:port` of process 0; empty in a run of one process.
       count, index: of all processes.
-      local_count, local_index: of those that share this node's GPUs, where the launcher says so; else 1 and 0.
-      num_nodes: as the launcher says; None where it does not.
       node: the launcher's name for this node, None where it has none.
       gpus_bound: the launcher already gave each process GPUs of its own.
     """
@@ -39,27 +37,8 @@ class Processes:
     coordinator: str = ""
     count: int = 1
     index: int = 0
-    local_count: int = 1
-    local_index: int = 0
-    num_nodes: int | None = None
     node: str | None = None
     gpus_bound: bool = False
-
-    def gpu_ids(self, visible: int) -> list[int] | None:
-        """Which of the GPUs that this process can see are its own; None for all.
-
-        Raises:
-          UserError: they do not divide over the processes of the node.
-        """
-        if self.local_count == 1 or self.gpus_bound or visible <= 1:
-            return None
-        if visible % self.local_count:
-            raise UserError(
-                f"{visible} visible GPUs do not divide over {self.local_count} processes on this node. "
-                "Start one process a node, or one a GPU."
-            )
-        share = visible // self.local_count
-        return list(range(self.local_index * share, (self.local_index + 1) * share))
 
 
 def find_processes(
@@ -75,29 +54,29 @@ def find_processes(
     """
     if num_processes == 1:
         return Processes()
-    given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
+    if coordinator is not None and num_processes is not None and process_id is not None:
+        return _explicit(coordinator, num_processes, process_id)
     in_step = "SLURM_STEP_NODELIST" in environ
-    if any(value is not None for value in given.values()) and not (in_step and num_processes is process_id is None):
-        return _explicit(given)
-    _refuse_other_launchers(environ)
+    given: dict[str, str | int | None] = {"num_processes": num_processes, "process_id": process_id}
     if not in_step:
-        _refuse_job_without_step(environ)
-        return Processes()
-    return _slurm(coordinator, environ)
+        given = {"coordinator": coordinator, **given}
+    _refuse_partial(given)
+    if in_step:
+        return _slurm(coordinator, environ)
+    _refuse_other_launchers(environ)
+    _refuse_job_without_step(environ)
+    return Processes()
 
 
-def _explicit(given: Mapping[str, str | int | None]) -> Processes:
-    missing = [name for name, value in given.items() if value is None]
-    if missing:
-        have = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+def _refuse_partial(given: Mapping[str, str | int | None]) -> None:
+    have = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+    if have:
         raise UserError(
-            f"{have} without {' and '.join(missing)}: a run of several processes needs all three. Add the rest."
+            f"{have} alone: a run of several processes needs coordinator, num_processes and process_id. Give all three."
         )
-    coordinator, count, index = (
-        str(given["coordinator"]),
-        int(given["num_processes"] or 0),
-        int(given["process_id"] or 0),
-    )
+
+
+def _explicit(coordinator: str, count: int, index: int) -> Processes:
     if not 0 <= index < count:
         raise UserError(
             f"process_id={index} with num_processes={count}: ids count from 0 to {count - 1}. Correct one of them."
@@ -110,7 +89,7 @@ def _explicit(given: Mapping[str, str | int | None]) -> Processes:
 
 def _refuse_other_launchers(environ: Mapping[str, str]) -> None:
     for size, rank in _OTHER_LAUNCHERS.items():
-        if int(environ.get(size, "1")) > 1 and "SLURM_STEP_NODELIST" not in environ:
+        if int(environ.get(size, "1")) > 1:
             raise UserError(
                 f"{size}={environ[size]}: an MPI launcher started several processes, which do not know of each other. "
                 f"Give each the coordinator HOST:PORT, the number of processes and its id (${rank})."
@@ -146,11 +125,8 @@ def _slurm(coordinator: str | None, environ: Mapping[str, str]) -> Processes:
         coordinator=coordinator,
         count=count,
         index=int(environ["SLURM_PROCID"]),
-        local_count=_tasks_on_node(environ["SLURM_STEP_TASKS_PER_NODE"], int(environ["SLURM_NODEID"])),
-        local_index=int(environ["SLURM_LOCALID"]),
-        num_nodes=num_nodes,
         node=environ["SLURM_NODEID"],
-        gpus_bound="SLURM_GPUS_PER_TASK" in environ or "gpu" in environ.get("SLURM_TRES_PER_TASK", ""),
+        gpus_bound=_binds_gpus(environ),
     )
 
 
@@ -175,13 +151,11 @@ def _first_host(node_list: str) -> str:
     return found[1] + (found[2] or "")
 
 
-def _tasks_on_node(counts: str, node: int) -> int:
-    """The entry of node `node` in SLURM's run-length form `4(x2),3`."""
-    spread: list[int] = []
-    for entry in counts.split(","):
-        tasks, _, times = entry.partition("(x")
-        spread += [int(tasks)] * int(times.rstrip(")") or 1)
-    return spread[node]
+def _binds_gpus(environ: Mapping[str, str]) -> bool:
+    """Whether SLURM shows each task its own GPUs, which may bear the same numbers in every task."""
+    bind = environ.get("SLURM_GPU_BIND", "none")
+    per_task = "SLURM_GPUS_PER_TASK" in environ or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
+    return per_task or bind not in ("none", "")
 
 
 def is_loopback(host: str) -> bool:

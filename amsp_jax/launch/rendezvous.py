@@ -29,7 +29,8 @@ class Facts:
       host: for messages.
       node: equal for processes on one machine.
       loopback: its own host name resolves to a loopback address.
-      num_devices: devices it will bring.
+      num_devices: devices it can see.
+      gpus: processes of one node that have this in common share their GPUs.
       memory_bytes: of its host, available now.
       settings: what must be equal in all processes, by name.
     """
@@ -40,6 +41,7 @@ class Facts:
     node: str
     loopback: bool
     num_devices: int
+    gpus: str
     memory_bytes: int
     settings: Mapping[str, Any]
 
