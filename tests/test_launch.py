@@ -17,7 +17,7 @@ from amsp_jax import xla_flags
 from amsp_jax.errors import UserError
 from amsp_jax.launch import environment, setup
 from amsp_jax.launch.accelerator import count_gpus, find_platform
-from amsp_jax.launch.layout import _real_grid, _share_gpus
+from amsp_jax.launch.grid import real_grid, share_gpus
 from amsp_jax.launch.processes import Processes, find_processes
 from amsp_jax.launch.rendezvous import Facts, meet
 
@@ -213,14 +213,14 @@ def test_processes_of_a_node_share_the_gpus_that_they_see(nodes, gpus, visible, 
         facts(i, node=node, gpus=seen, num_devices=visible)
         for i, (node, seen) in enumerate(zip(nodes, gpus, strict=True))
     ]
-    found = [_share_gpus(everyone, i) for i in range(len(nodes))]
+    found = [share_gpus(everyone, i) for i in range(len(nodes))]
     assert [own for own, _ in found] == ids
     assert [f.num_devices for f in found[0][1]] == [len(own or range(visible)) for own in ids]
 
 
 def test_gpus_that_do_not_divide_over_processes():
     with pytest.raises(UserError, match="4 visible GPUs do not divide over the 3 processes on host-a"):
-        _share_gpus([facts(i) for i in range(3)], 0)
+        share_gpus([facts(i) for i in range(3)], 0)
 
 
 @pytest.mark.parametrize("bound", [{"SLURM_GPUS_PER_TASK": "1"}, {"SLURM_TRES_PER_TASK": "gres/gpu:2"}])
@@ -234,16 +234,16 @@ def test_gpus_that_slurm_bound_are_not_shared(bound):
     [("a", None, (1, 4)), ("aabb", None, (2, 8)), ("abab", None, (2, 8)), ("a", 2, (2, 2)), ("ab", 1, (8, 1))],
 )
 def test_real_devices_in_nodes(nodes, devices_per_node, grid):
-    found = _real_grid([facts(i, node=node) for i, node in enumerate(nodes)], devices_per_node)
+    found = real_grid([facts(i, node=node) for i, node in enumerate(nodes)], devices_per_node)
     assert (found.num_nodes, found.devices_per_node) == grid
     assert found.node_of_process == tuple("ab".index(node) for node in nodes)
 
 
 def test_node_sizes_that_contradict_the_devices():
     with pytest.raises(UserError, match="DEVICES_PER_NODE=3 does not divide the 4 devices"):
-        _real_grid([facts(0)], 3)
+        real_grid([facts(0)], 3)
     with pytest.raises(UserError, match="different numbers of devices: host-a 4, host-b 2"):
-        _real_grid([facts(0), facts(1, node="b", num_devices=2)], None)
+        real_grid([facts(0), facts(1, node="b", num_devices=2)], None)
 
 
 def free_port():

@@ -8,6 +8,7 @@ import pathlib
 import re
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -15,6 +16,7 @@ from amsp_jax import xla_flags
 from amsp_jax.cluster import Cluster, device_peak
 from amsp_jax.errors import UserError
 from amsp_jax.launch.accelerator import VISIBILITY, count_gpus, find_platform
+from amsp_jax.launch.grid import Grid, real_grid, share_gpus, simulated_grid, simulated_share
 from amsp_jax.launch.processes import Processes, end_all_on_error, find_processes, is_loopback
 from amsp_jax.launch.rendezvous import Facts, meet
 
@@ -66,15 +68,6 @@ class Layout:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Grid:
-    """Nodes as they will be, before any device exists: which node each process belongs to."""
-
-    num_nodes: int
-    devices_per_node: int
-    node_of_process: tuple[int, ...]
-
-
 def setup(
     *,
     simulated_nodes: int | None = None,
@@ -109,23 +102,21 @@ def setup(
     simulated = (_or_one(simulated_nodes), _or_one(simulated_devices_per_node))
     if platform == "cpu":
         notes += _unused("no accelerator is in use", DEVICES_PER_NODE=devices_per_node)
-        num_local = _simulated_share(simulated, processes.count)
+        num_local = simulated_share(simulated, processes.count)
     else:
         unused = {"SIMULATED_NODES": simulated_nodes, "SIMULATED_DEVICES_PER_NODE": simulated_devices_per_node}
         notes += _unused("an accelerator is in use", **unused)
         num_local = max(count_gpus(platform), 1)
-    settings: dict[str, object] = {"the platform": platform, "jax": jax.__version__}
+    asked: dict[str, Any] = {"DEVICES_PER_NODE": devices_per_node}
     if platform == "cpu":
-        settings["the simulated grid"] = list(simulated)
-    else:
-        settings["DEVICES_PER_NODE"] = devices_per_node
-    everyone = _meet(processes, num_local, settings, timeout_s)
+        asked = {"SIMULATED_NODES": simulated[0], "SIMULATED_DEVICES_PER_NODE": simulated[1]}
+    everyone = _meet(processes, platform, num_local, asked, timeout_s)
     gpu_ids = None
     if platform == "cpu":
-        grid = _simulated_grid(simulated, everyone)
+        grid = simulated_grid(simulated, everyone)
     else:
-        gpu_ids, everyone = _share_gpus(everyone, processes.index)
-        grid = _real_grid(everyone, devices_per_node)
+        gpu_ids, everyone = share_gpus(everyone, processes.index)
+        grid = real_grid(everyone, devices_per_node)
     notes += _set_flags(platform, extra_xla_flags, thresholds, grid)
     _choose_backend(platform, num_local, processes.count)
     _connect(processes, gpu_ids, timeout_s)
@@ -133,7 +124,7 @@ def setup(
     if platform != "cpu" and processes.count == 1:
         # The count before was an estimate from device files; alone, we can take what jax found.
         everyone = [dataclasses.replace(everyone[0], num_devices=jax.device_count())]
-        grid = _real_grid(everyone, devices_per_node)
+        grid = real_grid(everyone, devices_per_node)
     devices = _ordered_devices(grid, everyone)
     return Layout(
         platform=platform,
@@ -162,22 +153,8 @@ def _unused(why: str, **settings: int | None) -> list[str]:
     return [f"{', '.join(given)} without effect: {why}."] if given else []
 
 
-def _simulated_share(simulated: tuple[int, int], num_processes: int) -> int:
-    """Simulated devices of each process."""
-    nodes, per_node = simulated
-    if min(simulated) < 1:
-        raise UserError(
-            f"SIMULATED_NODES={nodes}, SIMULATED_DEVICES_PER_NODE={per_node}: both count from 1. Correct them."
-        )
-    if nodes * per_node % num_processes:
-        raise UserError(
-            f"SIMULATED_NODES={nodes} x SIMULATED_DEVICES_PER_NODE={per_node} = {nodes * per_node} devices do not "
-            f"divide over {num_processes} processes. Choose a multiple of {num_processes}."
-        )
-    return nodes * per_node // num_processes
-
-
-def _meet(processes: Processes, num_local: int, settings: dict[str, object], timeout_s: float) -> list[Facts]:
+def _meet(processes: Processes, platform: str, num_local: int, asked: dict[str, Any], timeout_s: float) -> list[Facts]:
+    """What every process says of itself; `asked` must be the same for all."""
     host = socket.gethostname()
     mine = Facts(
         index=processes.index,
@@ -186,16 +163,16 @@ def _meet(processes: Processes, num_local: int, settings: dict[str, object], tim
         node=processes.node or _machine_id() or host,
         loopback=is_loopback(host),
         num_devices=num_local,
-        gpus=_gpu_group(settings["the platform"], processes),
+        gpus=_gpu_group(platform, processes),
         memory_bytes=_available_memory(),
-        settings=settings,
+        settings={"the platform": platform, "jax": jax.__version__, **asked},
     )
     if processes.count == 1:
         return [mine]
     everyone = meet(processes.coordinator, mine, timeout_s)
     lonely = [facts.host for facts in everyone if facts.loopback]
     # gloo, which carries collectives between CPUs, binds to the address of the host's own name.
-    if settings["the platform"] == "cpu" and len({facts.node for facts in everyone}) > 1 and lonely:
+    if platform == "cpu" and len({facts.node for facts in everyone}) > 1 and lonely:
         raise UserError(
             f"on host {lonely[0]} its own name is a loopback address, so the other nodes cannot reach it. "
             "Give it its network address in /etc/hosts."
@@ -203,65 +180,13 @@ def _meet(processes: Processes, num_local: int, settings: dict[str, object], tim
     return everyone
 
 
-def _gpu_group(platform: object, processes: Processes) -> str:
+def _gpu_group(platform: str, processes: Processes) -> str:
     if processes.gpus_bound:
         return f"process {processes.index}"
-    return " ".join(f"{name}={os.environ.get(name)}" for name in VISIBILITY.get(str(platform), ()))
+    return " ".join(f"{name}={os.environ.get(name)}" for name in VISIBILITY.get(platform, ()))
 
 
-def _share_gpus(everyone: list[Facts], index: int) -> tuple[list[int] | None, list[Facts]]:
-    """The GPUs of process `index` among those it sees, None for all; and everyone with their own numbers.
-
-    Raises:
-      UserError: the GPUs of a node do not divide over the processes that see them.
-    """
-    ids, shared = [], []
-    for facts in everyone:
-        sharers = [other.index for other in everyone if (other.node, other.gpus) == (facts.node, facts.gpus)]
-        share, rest = divmod(facts.num_devices, len(sharers))
-        if rest:
-            raise UserError(
-                f"{facts.num_devices} visible GPUs do not divide over the {len(sharers)} processes on {facts.host} "
-                "that see them. Start one process a node, or one a GPU."
-            )
-        first = sharers.index(facts.index) * share
-        ids.append(list(range(first, first + share)) if len(sharers) > 1 else None)
-        shared.append(dataclasses.replace(facts, num_devices=share))
-    return ids[index], shared
-
-
-def _simulated_grid(simulated: tuple[int, int], everyone: list[Facts]) -> _Grid:
-    # Devices are dealt to nodes in order, so the processes' own nodes do not matter.
-    return _Grid(num_nodes=simulated[0], devices_per_node=simulated[1], node_of_process=(0,) * len(everyone))
-
-
-def _real_grid(everyone: list[Facts], devices_per_node: int | None) -> _Grid:
-    """Nodes in the order of their first process, split into logical ones if asked.
-
-    Raises:
-      UserError: nodes of different size, a size that `devices_per_node` does not divide, or no device at all.
-    """
-    names = list(dict.fromkeys(facts.node for facts in everyone))
-    sizes = [sum(facts.num_devices for facts in everyone if facts.node == name) for name in names]
-    hosts = {facts.node: facts.host for facts in everyone}
-    if len(set(sizes)) > 1:
-        counts = ", ".join(f"{hosts[name]} {size}" for name, size in zip(names, sizes, strict=True))
-        raise UserError(f"nodes have different numbers of devices: {counts}. Use the same number on each.")
-    size = sizes[0]
-    per_node = devices_per_node or size
-    if per_node < 1 or size < 1 or size % per_node:
-        raise UserError(
-            f"DEVICES_PER_NODE={per_node} does not divide the {size} devices of a node. Choose a divisor of {size}, "
-            "or leave it out."
-        )
-    return _Grid(
-        num_nodes=len(names) * size // per_node,
-        devices_per_node=per_node,
-        node_of_process=tuple(names.index(facts.node) for facts in everyone),
-    )
-
-
-def _set_flags(platform: str, extra: str, thresholds: Thresholds | None, grid: _Grid) -> list[str]:
+def _set_flags(platform: str, extra: str, thresholds: Thresholds | None, grid: Grid) -> list[str]:
     """Sets `XLA_FLAGS` and, on GPUs, the memory fraction; the user's own values win."""
     gather_bytes, scatter_bytes = None, None
     if platform != "cpu":
@@ -322,7 +247,7 @@ def _start_backend(platform: str) -> None:
         ) from error
 
 
-def _ordered_devices(grid: _Grid, everyone: list[Facts]) -> tuple[jax.Device, ...]:
+def _ordered_devices(grid: Grid, everyone: list[Facts]) -> tuple[jax.Device, ...]:
     devices = jax.devices()
     for facts in everyone:
         found = sum(device.process_index == facts.index for device in devices)
