@@ -342,6 +342,15 @@ def test_setup_in_this_process_takes_the_devices_that_are_there(monkeypatch):
         setup(simulated_nodes=0)
 
 
+def test_a_gpu_that_is_not_there_is_an_error_not_the_cpu():
+    code = CHILD.replace('jax.config.update("jax_platforms", None)', 'jax.config.update("jax_platforms", "cuda,cpu")')
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", code.replace("SETTINGS", "{}")]
+    child = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert child.returncode == 2, child.stderr
+    assert "jax cannot start on cuda" in child.stderr.splitlines()[-1]
+
+
 def test_environment_is_json():
     found = json.loads(json.dumps(environment()))
     assert found["jax"] == jax.__version__ and found["num_devices"] == 8 and found["driver"] is None

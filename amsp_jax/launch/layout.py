@@ -240,11 +240,14 @@ def _connect(processes: Processes, gpu_ids: list[int] | None, timeout_s: float) 
 
 def _start_backend(platform: str) -> None:
     try:
-        jax.devices()
-    except RuntimeError as error:
+        found = jax.default_backend()
+    # jax asserts that some platform of the list was usable.
+    except (RuntimeError, AssertionError) as error:
+        found = str(error) or "no device found"
+    if found != ("cpu" if platform == "cpu" else "gpu"):
         raise UserError(
-            f"jax cannot start on {platform}: {error}. Repair its installation, or set JAX_PLATFORMS=cpu to go without."
-        ) from error
+            f"jax cannot start on {platform} ({found}). Check the driver and jax's plugin, or set JAX_PLATFORMS=cpu."
+        )
 
 
 def _ordered_devices(grid: Grid, everyone: list[Facts]) -> tuple[jax.Device, ...]:
