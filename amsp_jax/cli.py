@@ -75,6 +75,8 @@ class BuiltModel:
 
 def run(main: Callable[[], None]) -> int:
     """Calls `main` and returns the exit code: 0, or 2 after a `UserError`, printed as one line on stderr."""
+    # Libraries that log through absl warn of settings that are ours, not the user's.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     try:
         main()
     except UserError as error:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
@@ -24,12 +23,13 @@ from amsp_jax.errors import UserError
 from amsp_jax.generate import Sampling, generate, make_next_logits
 from amsp_jax.job import Job, TrainStep, compile_step, prepare, restore_state, true_shapes
 from amsp_jax.launch import Layout
-from amsp_jax.metrics import VALIDATION_FILE, MetricsWriter, ProgressLine, TrainRow, ValidationRow, read_rows
+from amsp_jax.metrics import VALIDATION_FILE, ValidationRow, read_rows
 from amsp_jax.model import Model, Params
 from amsp_jax.plots import plot_losses
+from amsp_jax.reporter import Reporter
 from amsp_jax.run_folder import CHECKPOINTS, TOKENIZER_FILE, RunFolder, find_run_folder, identity
 from amsp_jax.state import TrainState, init_state
-from amsp_jax.step import StepMetrics, make_eval_step
+from amsp_jax.step import make_eval_step
 
 _SAMPLE_PROMPT_TOKENS, _SAMPLE_TOKENS = 16, 64
 
@@ -59,15 +59,19 @@ def train(
     Raises:
       UserError: anything that cannot work, before a file is written.
     """
+    folder = find_run_folder(config)
     job = prepare(config, model, vocab_size, layout)
-    folder = _agree(find_run_folder(config))
+    folder = _agree(folder)
     _say(str(job.plan), job.datasets.description, f"batch: {job.batch}", *notes)
-    step = compile_step(job)
-    state, first = _start(job, folder)
-    last = config.stop_after or config.steps
+    before = _own_checkpoint(folder)
+    first, last = before.step if before else 0, config.stop_after or config.steps
     if first >= last:
         _say(f"{folder.path} is at step {first} already: nothing to do until {_last_name(config)} is more than {last}")
         return folder.path
+    weights = _foreign_checkpoint(config.init_from) if config.init_from and not before else None
+
+    step = compile_step(job)
+    state = _continue(job, before) if before else _fresh(job, weights)
     _on_process_0(lambda: _write_folder(folder, job, files or {}))
     state = _loop(job, step, state, first, last, folder)
     _finish(job, state, folder, last)
@@ -78,41 +82,64 @@ def _last_name(config: TrainConfig) -> str:
     return "STOP_AFTER" if config.stop_after else "STEPS"
 
 
-def _start(job: Job, folder: RunFolder) -> tuple[TrainState, int]:
-    """The state to begin with, and the number of steps behind it. Reads only."""
-    saved = _newest(folder.checkpoints) if folder.is_same_run and folder.checkpoints.is_dir() else None
-    if saved is None:
-        state = init_state(job.model, job.optimizer, job.plan, job.config.seed)
-        return (_with_weights(job, state) if job.config.init_from else state), 0
-    checkpointer, step = saved
-    meta = checkpointer.meta(step)
-    _say(f"{folder.path} goes on from step {step}, saved under '{meta['strategy']}' on {meta['ranks']}")
-    if meta["steps"] != job.config.steps:
-        _say(f"STEPS was {meta['steps']} and is {job.config.steps}: the learning rate now follows the new schedule")
-    return _restore(job, checkpointer, step), step
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """A complete checkpoint, opened for reading."""
+
+    checkpointer: Checkpointer
+    step: int
+
+    def __str__(self) -> str:
+        return str(self.checkpointer.directory / str(self.step))
 
 
-def _newest(directory: Path) -> tuple[Checkpointer, int] | None:
+def _newest(directory: Path) -> _Saved | None:
     checkpointer = Checkpointer(directory, keep=None)
     step = checkpointer.latest_step()
-    return None if step is None else (checkpointer, step)
+    return None if step is None else _Saved(checkpointer, step)
 
 
-def _with_weights(job: Job, state: TrainState) -> TrainState:
-    """`state` with the parameters that INIT_FROM names: a run folder, or one checkpoint of it."""
-    path = Path(str(job.config.init_from))
-    directory = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path.parent
-    checkpointer = Checkpointer(directory, keep=None)
-    step = int(path.name) if directory == path.parent else checkpointer.latest_step()
-    if step is None:
-        raise UserError(f"INIT_FROM={path}: it has no complete checkpoint; name a run that saved one")
-    _say(f"the weights are those of {directory / str(step)}")
-    return dataclasses.replace(state, params=_restore(job, checkpointer, step).params)
+def _own_checkpoint(folder: RunFolder) -> _Saved | None:
+    """Where this run goes on; None for a run that has saved nothing."""
+    return _newest(folder.checkpoints) if folder.is_same_run and folder.checkpoints.is_dir() else None
 
 
-def _restore(job: Job, checkpointer: Checkpointer, step: int) -> TrainState:
-    with contextlib.closing(checkpointer):
-        return restore_state(checkpointer, step, job.model, job.optimizer, job.plan)
+def _foreign_checkpoint(init_from: str) -> _Saved:
+    """What INIT_FROM names: a run folder's newest checkpoint, or one of them."""
+    path = Path(init_from)
+    saved: _Saved | None = None
+    if (path / CHECKPOINTS).is_dir():
+        saved = _newest(path / CHECKPOINTS)
+    elif path.is_dir() and path.name.isdecimal():
+        saved = _Saved(Checkpointer(path.parent, keep=None), int(path.name))
+    if saved is None:
+        raise UserError(
+            f"INIT_FROM={path} has no complete checkpoint; name a run folder, or a step in its {CHECKPOINTS}"
+        )
+    return saved
+
+
+def _fresh(job: Job, weights: _Saved | None) -> TrainState:
+    """The state of step 0; its parameters are those of INIT_FROM, if there is one."""
+    if weights is None:
+        return init_state(job.model, job.optimizer, job.plan, job.config.seed)
+    _say(f"the weights are those of {weights}")
+    params = _restore(job, weights).params
+    state = init_state(job.model, job.optimizer, job.plan, job.config.seed)
+    return dataclasses.replace(state, params=params)
+
+
+def _continue(job: Job, saved: _Saved) -> TrainState:
+    meta = saved.checkpointer.meta(saved.step)
+    _say(f"goes on from {saved}, saved under '{meta['strategy']}' on {meta['ranks']}")
+    if meta["steps"] != job.config.steps:
+        _say(f"STEPS was {meta['steps']} and is {job.config.steps}: the learning rate now follows the new schedule")
+    return _restore(job, saved)
+
+
+def _restore(job: Job, saved: _Saved) -> TrainState:
+    with contextlib.closing(saved.checkpointer):
+        return restore_state(saved.checkpointer, saved.step, job.model, job.optimizer, job.plan)
 
 
 def _meta(job: Job) -> dict[str, Any]:
@@ -139,10 +166,17 @@ def _loop(job: Job, step: TrainStep, state: TrainState, first: int, last: int, f
     config = job.config
     seed = np.uint32(config.seed)
     with contextlib.ExitStack() as stack:
-        checkpointer = stack.enter_context(
-            contextlib.closing(Checkpointer(folder.checkpoints, config.keep_checkpoints))
+        checkpointer = Checkpointer(folder.checkpoints, config.keep_checkpoints)
+        stack.enter_context(contextlib.closing(checkpointer))
+        reporter = Reporter(
+            folder.path,
+            first,
+            batch=job.batch,
+            learning_rates=job.learning_rates,
+            numbers=job.model.numbers,
+            peak_flops=job.layout.cluster().peak_flops,
         )
-        reporter = stack.enter_context(contextlib.closing(Reporter(job, folder, first)))
+        stack.enter_context(contextlib.closing(reporter))
         validate = _make_validation(job, reporter)
         if first == 0:
             validate(0, state.params)
@@ -165,81 +199,6 @@ def _loop(job: Job, step: TrainStep, state: TrainState, first: int, last: int, f
 
 def _is_due(number: int, every: int) -> bool:
     return every > 0 and number % every == 0
-
-
-class Reporter:
-    """Turns the numbers of finished steps into rows; the time of a step is that between completions."""
-
-    def __init__(self, job: Job, folder: RunFolder, first: int) -> None:
-        self._job = job
-        self._writer = MetricsWriter(folder.path, first or None, enabled=_is_process_0())
-        self._progress = ProgressLine(job.config.steps) if _is_process_0() else None
-        self._pending: tuple[int, StepMetrics] | None = None
-        self._completed_at = 0.0
-
-    def start_clock(self) -> None:
-        """The next step's time counts from now: what came before was not training."""
-        self._completed_at = time.perf_counter()
-
-    def dispatched(self, number: int, metrics: StepMetrics) -> None:
-        """Takes the numbers of a step that runs, and reports the step before."""
-        before, self._pending = self._pending, (number, metrics)
-        if before:
-            self._report(*before)
-
-    def flush(self) -> None:
-        """Waits for the step that runs and reports it."""
-        before, self._pending = self._pending, None
-        if before:
-            self._report(*before)
-
-    def validation(self, row: ValidationRow) -> None:
-        """Writes and prints a validation."""
-        self._writer.validation(row)
-        if self._progress:
-            self._progress.print(f"step {row.step}: validation loss {row.loss:.4f} over {row.num_tokens:,} tokens")
-
-    def close(self) -> None:
-        """Ends the progress line and closes the files."""
-        if self._progress:
-            self._progress.close()
-        self._writer.close()
-
-    def _report(self, number: int, metrics: StepMetrics) -> None:
-        values = jax.device_get(metrics)
-        now = time.perf_counter()
-        step_time_s, self._completed_at = now - self._completed_at, now
-        row = _train_row(self._job, number, values, step_time_s)
-        self._writer.train(row)
-        if self._progress:
-            self._progress.update(row)
-
-
-def _train_row(job: Job, number: int, values: StepMetrics, step_time_s: float) -> TrainRow:
-    tokens_per_s = job.batch.tokens / step_time_s
-    per_device = tokens_per_s / job.batch.num_ranks
-    numbers, peak = job.model.numbers, job.layout.cluster().peak_flops
-    flops = numbers.flops_per_token(job.batch.seq_len) * per_device if numbers else None
-    paper = numbers.flops_per_token_paper(job.batch.seq_len) * per_device if numbers else None
-    return TrainRow(
-        step=number,
-        loss=float(values.loss),
-        grad_norm=float(values.grad_norm),
-        learning_rate=float(job.learning_rates[number - 1]),
-        num_tokens=round(float(values.num_tokens)),
-        step_time_s=step_time_s,
-        tokens_per_s=tokens_per_s,
-        tokens_per_s_per_device=per_device,
-        tflops_per_device=flops / 1e12 if flops is not None else None,
-        mfu=flops / peak if flops is not None and peak else None,
-        mfu_paper=paper / peak if paper is not None and peak else None,
-        peak_memory_bytes=_peak_memory_bytes(),
-    )
-
-
-def _peak_memory_bytes() -> int | None:
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
-    return max((peak for peak in peaks if peak is not None), default=None)
 
 
 def _make_validation(job: Job, reporter: Reporter) -> Callable[[int, Params], None]:

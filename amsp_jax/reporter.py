@@ -1,0 +1,112 @@
+"""From the numbers of steps that run to rows, one step behind the device."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from amsp_jax.checks import BatchShape
+from amsp_jax.metrics import MetricsWriter, ProgressLine, TrainRow, ValidationRow
+from amsp_jax.model import ModelNumbers
+from amsp_jax.step import StepMetrics
+
+
+class Reporter:
+    """Writes and shows each step once it is done; a step's time is that between two completions.
+
+    In a run of several processes all of them report, and process 0 alone writes.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        first: int,
+        *,
+        batch: BatchShape,
+        learning_rates: np.ndarray,
+        numbers: ModelNumbers | None,
+        peak_flops: float | None,
+    ) -> None:
+        """Opens the files of a run that has `first` steps behind it.
+
+        Args:
+          run_dir: the run folder.
+          first: steps done; rows of later ones are dropped.
+          batch: of every step.
+          learning_rates: of each step from the first on, [steps].
+          numbers: of the model; None leaves FLOPs out.
+          peak_flops: FLOP/s of one device; None leaves MFU out.
+        """
+        self._batch, self._learning_rates = batch, learning_rates
+        self._numbers, self._peak_flops = numbers, peak_flops
+        is_process_0 = jax.process_index() == 0
+        self._writer = MetricsWriter(run_dir, first or None, enabled=is_process_0)
+        self._progress = ProgressLine(len(learning_rates)) if is_process_0 else None
+        self._running: tuple[int, StepMetrics] | None = None
+        self._completed_at = 0.0
+
+    def start_clock(self) -> None:
+        """The next step's time counts from now: what came before was not training."""
+        self._completed_at = time.perf_counter()
+
+    def dispatched(self, number: int, metrics: StepMetrics) -> None:
+        """Takes the numbers of a step that now runs, then waits for the step before and reports it."""
+        before, self._running = self._running, (number, metrics)
+        if before:
+            self._report(*before)
+
+    def flush(self) -> None:
+        """Waits for the step that runs and reports it."""
+        before, self._running = self._running, None
+        if before:
+            self._report(*before)
+
+    def validation(self, row: ValidationRow) -> None:
+        """Writes and prints a validation."""
+        self._writer.validation(row)
+        if self._progress:
+            self._progress.print(f"step {row.step}: validation loss {row.loss:.4f} over {row.num_tokens:,} tokens")
+
+    def close(self) -> None:
+        """Ends the progress line and closes the files."""
+        if self._progress:
+            self._progress.close()
+        self._writer.close()
+
+    def _report(self, number: int, metrics: StepMetrics) -> None:
+        values = jax.device_get(metrics)
+        now = time.perf_counter()
+        step_time_s, self._completed_at = now - self._completed_at, now
+        row = self._row(number, values, step_time_s)
+        self._writer.train(row)
+        if self._progress:
+            self._progress.update(row)
+
+    def _row(self, number: int, values: StepMetrics, step_time_s: float) -> TrainRow:
+        tokens_per_s = self._batch.tokens / step_time_s
+        per_device = tokens_per_s / self._batch.num_ranks
+        seq_len, numbers, peak = self._batch.seq_len, self._numbers, self._peak_flops
+        flops = numbers.flops_per_token(seq_len) * per_device if numbers else None
+        paper = numbers.flops_per_token_paper(seq_len) * per_device if numbers else None
+        return TrainRow(
+            step=number,
+            loss=float(values.loss),
+            grad_norm=float(values.grad_norm),
+            learning_rate=float(self._learning_rates[number - 1]),
+            num_tokens=round(float(values.num_tokens)),
+            step_time_s=step_time_s,
+            tokens_per_s=tokens_per_s,
+            tokens_per_s_per_device=per_device,
+            tflops_per_device=flops / 1e12 if flops is not None else None,
+            mfu=flops / peak if flops is not None and peak else None,
+            mfu_paper=paper / peak if paper is not None and peak else None,
+            peak_memory_bytes=_peak_memory_bytes(),
+        )
+
+
+def _peak_memory_bytes() -> int | None:
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+    return max((peak for peak in peaks if peak is not None), default=None)
