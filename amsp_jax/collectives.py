@@ -16,7 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from amsp_jax.mesh import level
-from amsp_jax.plan import LeafPlan
+from amsp_jax.plan import LeafPlan, crop, pad
 
 GATHERED = "gathered"
 """The `checkpoint_name` of gathered parameters: no rematerialisation policy may save them."""
@@ -47,9 +47,7 @@ def gather(leaf: LeafPlan, dtype: jnp.dtype, reduce_dtype: jnp.dtype, shard: jax
     """
     del reduce_dtype, sink
     whole = _all_gather(shard.astype(dtype), leaf.param_axes, leaf.dim)
-    if leaf.is_padded:
-        whole = lax.slice_in_dim(whole, 0, leaf.shape[leaf.dim], axis=leaf.dim)
-    return checkpoint_name(whole, GATHERED)
+    return checkpoint_name(crop(whole, leaf.shape), GATHERED)
 
 
 def _gather_fwd(leaf: LeafPlan, dtype: Any, reduce_dtype: Any, shard: jax.Array, sink: jax.Array) -> Any:
@@ -58,10 +56,7 @@ def _gather_fwd(leaf: LeafPlan, dtype: Any, reduce_dtype: Any, shard: jax.Array,
 
 def _gather_bwd(leaf: LeafPlan, dtype: Any, reduce_dtype: Any, residual: None, grad: jax.Array) -> Any:
     del dtype, residual
-    if leaf.is_padded:
-        pad = [(0, 0)] * grad.ndim
-        pad[leaf.dim] = (0, leaf.padded - leaf.shape[leaf.dim])
-        grad = jnp.pad(grad, pad)
+    grad = pad(grad, leaf.storage_shape)
     for axes in _reduction_steps(leaf):
         grad = _reduce_scatter(grad, axes, leaf.dim, reduce_dtype)
     return None, grad.astype(jnp.float32)

@@ -54,14 +54,12 @@ class Part:
           UserError: the module holds state that is not a parameter (batch statistics, RNG counters).
         """
         abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
-        graph, params, rest = nnx.split(abstract, nnx.Param, ...)
-        if jax.tree.leaves(rest):
-            names = sorted(
-                {type(v).__name__ for v in jax.tree.leaves(rest, is_leaf=lambda v: isinstance(v, nnx.Variable))}
-            )
+        graph, params, others = nnx.split(abstract, nnx.Param, ...)  # type: ignore[misc]
+        variables = jax.tree.leaves(others, is_leaf=lambda v: isinstance(v, nnx.Variable))
+        if kinds := {type(v).__name__ for v in variables}:
             raise UserError(
-                f"{type(abstract).__name__} holds variables that are not nnx.Param ({', '.join(names)}); a part is a pure "
-                "function of its parameters. Take randomness from the `rng` argument and keep no running statistics."
+                f"{type(abstract).__name__} holds variables that are not nnx.Param ({', '.join(sorted(kinds))}); a "
+                "part is a pure function of its parameters. Take randomness from the `rng` argument; keep no statistics."
             )
 
         def init(key: jax.Array) -> Params:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -19,7 +18,7 @@ from optax import contrib
 
 from amsp_jax.errors import UserError
 from amsp_jax.model import Params
-from amsp_jax.plan import LeafPlan, Plan, key_name
+from amsp_jax.plan import LeafPlan, Plan, crop, key_name, pad
 
 Schedule = Callable[[Any], Any]
 
@@ -133,15 +132,9 @@ def abstract_storage(plan: Plan, tree: Any) -> Any:
 
 def to_true(tree: Any, like: Any) -> Any:
     """Storage form to the true shapes of `like`: padding sliced off."""
-    return jax.tree.map(lambda x, t: x[tuple(slice(0, n) for n in t.shape)] if x.shape != t.shape else x, tree, like)
+    return jax.tree.map(lambda x, true: crop(x, true.shape), tree, like)
 
 
 def to_storage(tree: Any, like: Any) -> Any:
     """True shapes to the storage shapes of `like`: padded with zeros at the end."""
-
-    def pad(x: jax.Array, target: Any) -> jax.Array:
-        if x.shape == target.shape:
-            return x
-        return jnp.pad(x, [(0, n - m) for m, n in zip(x.shape, target.shape, strict=True)])
-
-    return jax.tree.map(pad, tree, like)
+    return jax.tree.map(lambda x, stored: pad(x, stored.shape), tree, like)

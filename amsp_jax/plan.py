@@ -70,7 +70,7 @@ class LeafPlan:
 
     @property
     def has_copy(self) -> bool:
-        """Whether a compute-dtype copy of the P shard is kept for the step; not where P = OS (the cast is in the block)."""
+        """Whether a compute-dtype copy of the P shard is kept for the step: not where P = OS, cast at each use."""
         return bool(self.grad_axes or self.opt_axes)
 
     def _spec(self, axes: tuple[str, ...]) -> P:
@@ -239,6 +239,18 @@ def key_name(key: Any) -> str:
     return str(key)
 
 
+def crop(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Storage form to true shape: the padding at the end of a dimension is sliced off."""
+    return x[tuple(slice(0, n) for n in shape)] if x.shape != tuple(shape) else x
+
+
+def pad(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """True shape to storage form: zeros at the end of a dimension."""
+    if x.shape == tuple(shape):
+        return x
+    return jnp.pad(x, [(0, stored - true) for true, stored in zip(x.shape, shape, strict=True)])
+
+
 def _plan_leaf(
     path: str, shape: tuple[int, ...], axes: DataAxes, sizes: tuple[tuple[str, int], ...], shards: int
 ) -> LeafPlan:
@@ -282,7 +294,7 @@ def _table(plan: Plan) -> str:
         key = (name, leaf.shape, leaf.params_spec, leaf.grads_spec, leaf.opt_spec, leaf.note)
         groups[key] += 1
         members.setdefault(key, []).append(leaf)
-    rows = [("leaf", "count", "shape", "P", "G", "OS", "bytes/device P", "G", "OS")]
+    rows: list[tuple[str, ...]] = [("leaf", "count", "shape", "P", "G", "OS", "bytes/device P", "G", "OS")]
     notes = []
     for key, count in groups.items():
         name, shape, *specs, note = key

@@ -1,4 +1,4 @@
-"""The loop over blocks, inside `shard_map`: gather at use, rematerialisation, and who waits for whom in the backward pass.
+"""The loop over blocks, inside `shard_map`: gather at use, rematerialise, and say who waits for whom backwards.
 
 `jax.checkpoint` ties a block's re-gather to the cotangent that enters the block, so it cannot start before the
 block above is done, and XLA starts reductions as late as it can, so that full gradients pile up. Here the backward
@@ -129,7 +129,8 @@ def _stack(applies: Sequence[Callable[..., Any]], window: int | None) -> Callabl
         return x, vjps
 
     def backward(vjps: list[Any], cotangent: Any) -> Any:
-        cotangents, grads = [cotangent], []
+        cotangents: list[Any] = [cotangent]
+        grads: list[Params] = []
         for vjp in reversed(vjps):
             ready = cotangents[max(0, len(cotangents) - 2)]
             late = len(grads) - window if window else -1

@@ -30,7 +30,7 @@ class TrainState:
       opt_state: of the optax optimizer.
     """
 
-    step: jax.Array
+    step: Any
     params: Params
     opt_state: Any
 

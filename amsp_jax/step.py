@@ -106,7 +106,7 @@ def make_update_fn(
         grads = jax.tree.map(lambda g: g * scale, to_true(grads, true.params))
         params = to_true(state.params, true.params)
         with jax.numpy_dtype_promotion("standard"):
-            norm = optax.global_norm(grads)
+            norm = optax.tree.norm(grads)
             updates, opt_state = optimizer.update(grads, to_true(state.opt_state, true.opt_state), params)
             params = optax.apply_updates(params, updates)
         new = TrainState(

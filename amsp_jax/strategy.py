@@ -1,4 +1,4 @@
-"""How parameters (P), gradients (G) and optimizer states (OS) are spread over data ranks (AMSP, arXiv 2311.00257, IV-B).
+"""How parameters (P), gradients (G) and optimizer states (OS) are spread over data ranks (AMSP, arXiv 2311.00257).
 
 Each component chooses a sharding; on given data ranks it becomes a degree `intra x inter`: that many
 ranks inside a node times that many nodes hold one copy together. The dependency rule binds the three,
@@ -258,7 +258,10 @@ PRESETS_WITH_RANKS = frozenset({"mics", "hsdp", "hpz", "hfsdp"})
 
 _COMPONENTS = ("params", "grads", "opt_state")
 _WORDS: dict[str, Sharding] = {"replica": FullReplica(), "node": NodeSharding(), "full": FullSharding()}
-_SYNTAX = "a preset such as 'zero3' or 'mics(4)', or 'params=... grads=... opt_state=...' with replica, node, full, AxB or a count"
+_SYNTAX = (
+    "a preset such as 'zero3' or 'mics(4)', or 'params=... grads=... opt_state=...' "
+    "with replica, node, full, AxB or a count"
+)
 
 
 def parse(text: str | Strategy) -> Strategy:
@@ -343,7 +346,7 @@ def all_degrees(ranks: DataRanks) -> list[Degrees]:
         return [(p, g, o) for o in _divisors(size) for g in _divisors(o) for p in _divisors(g)]
 
     return [
-        Degrees(*(Degree(intra, inter) for intra, inter in zip(inside, between, strict=True)), ranks)
-        for between in chains(ranks.num_nodes)
-        for inside in chains(ranks.per_node)
+        Degrees(Degree(p, p_nodes), Degree(g, g_nodes), Degree(o, o_nodes), ranks)
+        for p_nodes, g_nodes, o_nodes in chains(ranks.num_nodes)
+        for p, g, o in chains(ranks.per_node)
     ]

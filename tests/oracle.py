@@ -1,0 +1,144 @@
+"""Small models, padded batches, and training runs to compare: the oracle of every parallel run is one device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from amsp_jax.model import Model, Part
+from amsp_jax.optimizer import make_optimizer, to_true
+from amsp_jax.plan import Plan, make_plan
+from amsp_jax.state import TrainState, init_state, true_state
+from amsp_jax.step import StepSettings, make_grad_fn, make_update_fn
+from amsp_jax.strategy import DataRanks, Strategy
+from models.registry import build_model
+
+RANKS = DataRanks(per_node=4, num_nodes=2)
+STEPS, ROWS, SEQ = 4, 24, 8
+
+# Over 8 shards the vocabulary and the hidden size are padded, and the bias of gpt's ffn is replicated.
+MODELS = {
+    "llama": ("llama-tiny", {"vocab_size": 61, "hidden": 60, "ffn": 20, "num_heads": 2, "num_kv_heads": 1}),
+    "gpt": ("gpt-22b", {"vocab_size": 61, "hidden": 60, "ffn": 20, "num_heads": 2, "max_seq_len": 16}),
+}
+
+
+@functools.cache
+def model(name: str, num_layers: int = 2) -> Model:
+    base, overrides = MODELS[name]
+    built = build_model(base, {**overrides, "num_layers": num_layers, "tied": True, "init_std": 0.2})
+    block = _perturbed(built.blocks[0])
+    return dataclasses.replace(
+        built, embed=_perturbed(built.embed), blocks=(block,) * num_layers, head=_perturbed(built.head)
+    )
+
+
+def _perturbed(part: Part) -> Part:
+    """Initial values away from 0 and 1: a bias that starts at 0 is after one sign-like step all rounding."""
+
+    def init(key: jax.Array) -> Any:
+        leaves, structure = jax.tree.flatten(part.init(key))
+        keys = jax.random.split(key, len(leaves))
+        noisy = [x + 0.1 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
+        return jax.tree.unflatten(structure, noisy)
+
+    return dataclasses.replace(part, init=init)
+
+
+def optimizer(name: str) -> Any:
+    """Clipped at every step. SGD moves far enough that a wrong scale shows in the parameters; a sign-like update is
+    kept small, since it turns the rounding of a gradient near zero into a whole step."""
+    return make_optimizer(name, 0.3 if name == "sgd" else 1e-3, weight_decay=0.1, clip_norm=0.3)
+
+
+def plan_for(strategy: Strategy | str, model: Model, ranks: DataRanks = RANKS, dtype: Any = jnp.float32) -> Plan:
+    return make_plan(strategy, model.abstract_params(), ranks, jax.devices()[: ranks.total], dtype)
+
+
+def batches(vocab: int = 61, rows: int = ROWS, seq: int = SEQ, steps: int = STEPS) -> list[dict[str, np.ndarray]]:
+    """Rows of very different weight: some empty, one microbatch's worth nine tenths padding."""
+    rng = np.random.default_rng(7)
+    result = []
+    for _ in range(steps):
+        tokens = rng.integers(0, vocab, (rows, seq + 1), dtype=np.int32)
+        keep = np.where(np.arange(rows) % 3 == 0, 0.1, 0.9)[:, None]
+        weights = (rng.random((rows, seq)) < keep).astype(np.float32)
+        weights[-2:] = 0
+        result.append({"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights})
+    return result
+
+
+def placed(plan: Plan, batch: dict[str, np.ndarray], accumulation: int) -> dict[str, jax.Array]:
+    """[rows, ...] as [microbatches, rows, ...] at the plan's batch sharding."""
+    split = {k: v.reshape(accumulation, -1, *v.shape[1:]) for k, v in batch.items()}
+    return jax.device_put(split, plan.batch_sharding)
+
+
+class Run:
+    """A model under a plan, whose compiled gradient several optimizers share."""
+
+    def __init__(self, model: Model, plan: Plan, accumulation: int = 1, settings: StepSettings | None = None) -> None:
+        self.model, self.plan, self.accumulation = model, plan, accumulation
+        self.grads = jax.jit(make_grad_fn(model, plan, settings or StepSettings()))
+
+    def train(self, optimizer: Any, data: list[dict[str, np.ndarray]]) -> tuple[list[Any], TrainState]:
+        """(metrics of each step, final state of true shapes as numpy)."""
+        state = init_state(self.model, optimizer, self.plan, seed=3)
+        stored = jax.tree.map(lambda x: x.sharding, state)
+        update = jax.jit(
+            make_update_fn(self.model, optimizer, self.plan),
+            out_shardings=(stored, jax.NamedSharding(self.plan.mesh, P())),
+        )
+        metrics = []
+        for batch in data:
+            sums, grads = self.grads(state.params, placed(self.plan, batch, self.accumulation), 0, state.step)
+            state, step_metrics = update(state, grads, sums)
+            metrics.append(jax.device_get(step_metrics))
+        assert jax.tree.map(lambda x: x.sharding, state) == stored
+        return metrics, jax.device_get(to_true(state, true_state(self.model, optimizer)))
+
+
+@functools.cache
+def one_device(model_name: str, optimizer_name: str) -> tuple[list[Any], TrainState]:
+    """The oracle: the same training on one device, whole batch at once."""
+    return _one_device_run(model_name).train(optimizer(optimizer_name), batches())
+
+
+@functools.cache
+def _one_device_run(model_name: str) -> Run:
+    m = model(model_name)
+    return Run(m, plan_for("ddp", m, DataRanks(1)))
+
+
+def assert_equal_states(a: TrainState, b: TrainState, *, largest: bool, zero_gradient: str = "") -> None:
+    """||a - b|| <= 1e-5 ||b|| for each leaf, and with `largest` also 1e-5 of the leaf's maximum for each value.
+
+    Leaves whose path holds `zero_gradient` have an exact gradient of zero: rounding alone moves them, so they are
+    compared absolutely where the optimizer does not blow rounding up, else left out.
+    """
+    flat_a, flat_b = (jax.tree_util.tree_flatten_with_path(t)[0] for t in (a, b))
+    for (path, x), (_, y) in zip(flat_a, flat_b, strict=True):
+        name = jax.tree_util.keystr(path)
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        if zero_gradient and zero_gradient in name:
+            if largest:
+                np.testing.assert_allclose(x, y, rtol=0, atol=1e-6, err_msg=name)
+            continue
+        error, scale = np.linalg.norm(x - y), np.linalg.norm(y)
+        assert error <= 1e-5 * scale, f"{name}: {error / scale:.2e}"
+        if largest:
+            assert np.max(np.abs(x - y), initial=0) <= 1e-5 * np.max(np.abs(y), initial=0), name
+
+
+def assert_equal_metrics(a: list[Any], b: list[Any]) -> None:
+    """Loss and gradient norm of every step to 1e-5, the number of tokens exactly."""
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_allclose(x.loss, y.loss, rtol=1e-5)
+        np.testing.assert_allclose(x.grad_norm, y.grad_norm, rtol=1e-5)
+        assert x.num_tokens == y.num_tokens
