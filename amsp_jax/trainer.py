@@ -234,8 +234,7 @@ def _finish(job: Job, state: TrainState, folder: RunFolder, last: int) -> None:
 def _say_validation(folder: RunFolder) -> None:
     rows = read_rows(folder.path / VALIDATION_FILE)
     if rows:
-        before, after = rows[0], rows[-1]
-        _say(f"validation loss: {after['loss']:.4f}, at step {before['step']} it was {before['loss']:.4f}")
+        _say(f"validation loss: {rows[-1]['loss']:.4f}; before training it was {rows[0]['loss']:.4f}")
 
 
 def _say_sample(job: Job, params: Params) -> None:

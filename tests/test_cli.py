@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from amsp_jax import cli
+from amsp_jax.checks import batch_shape
 from amsp_jax.config import FIELDS, TrainConfig
 from amsp_jax.errors import UserError
 
@@ -166,6 +167,13 @@ def test_every_config_file_loads_and_says_how_to_run_it() -> None:
         text = file.read_text()
         assert text.startswith("#") and "python train.py" in text.split("\n\n")[0], file
         cli.load_config([file])
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+def test_the_quickstart_runs_on_this_many_devices(num_devices: int) -> None:
+    config = load(f"--gin_file={cli.QUICKSTART}")
+    batch_shape(config.global_batch, config.microbatch, num_devices, config.seq_len)
+    assert config.seq_len % 8 == 0 and cli.build_model(config).vocab_size % 8 == 0
 
 
 def test_user_errors_name_the_thing() -> None:

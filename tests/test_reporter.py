@@ -1,0 +1,58 @@
+"""The reporter waits for the step before, never for the one that was just dispatched."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from amsp_jax import reporter
+from amsp_jax.checks import batch_shape
+from amsp_jax.metrics import read_rows
+from amsp_jax.model import ModelNumbers
+from amsp_jax.reporter import Reporter
+from amsp_jax.step import StepMetrics
+
+
+def metrics(loss: float) -> StepMetrics:
+    return StepMetrics(loss=jnp.float32(loss), grad_norm=jnp.float32(2), num_tokens=jnp.float32(60), aux={})
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(reporter.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_rows_are_one_step_behind(tmp_path: Path, clock: list[float]) -> None:
+    numbers = ModelNumbers(num_params=1000, num_matmul_params=800, num_layers=2, attention_width=4)
+    rates = np.array([0.1, 0.2, 0.3], np.float32)
+    batch = batch_shape(8, 1, 2, 8)
+    report = Reporter(tmp_path, 0, batch=batch, learning_rates=rates, numbers=numbers, peak_flops=1e6)
+    report.start_clock()
+    report.dispatched(1, metrics(1.5))
+    assert read_rows(tmp_path / "metrics.jsonl") == []
+    clock[0] = 102.0
+    report.dispatched(2, metrics(1.25))
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1]
+    clock[0] = 106.0
+    report.flush()
+    report.flush()
+    clock[0] = 200.0  # A validation and a save.
+    report.start_clock()
+    report.dispatched(3, metrics(1.0))
+    clock[0] = 201.0
+    report.flush()
+    report.close()
+
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [row["step_time_s"] for row in rows] == [2, 4, 1]
+    assert [row["loss"] for row in rows] == [1.5, 1.25, 1.0]
+    assert [row["learning_rate"] for row in rows] == [float(rate) for rate in rates]
+    first = rows[0]
+    assert (first["num_tokens"], first["tokens_per_s"], first["tokens_per_s_per_device"]) == (60, 32, 16)
+    # 6 x 800 matmul parameters and 6 x 2 layers x 4 wide x 8 tokens of attention; the paper counts 6 N + 12 L h s.
+    assert first["tflops_per_device"] == pytest.approx(16 * (6 * 800 + 6 * 2 * 4 * 8) / 1e12)
+    assert first["mfu"] == pytest.approx(16 * (6 * 800 + 6 * 2 * 4 * 8) / 1e6)
+    assert first["mfu_paper"] == pytest.approx(16 * (6 * 1000 + 12 * 2 * 4 * 8) / 1e6)
