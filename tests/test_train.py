@@ -160,6 +160,19 @@ def test_a_finished_run_has_nothing_to_do(corpus: Path, finished: Finished, caps
     assert (finished.path / "metrics.jsonl").read_text() == before
 
 
+def test_other_steps_are_a_note(
+    corpus: Path, finished: Finished, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished.path, "run")
+    monkeypatch.setattr(trainer, "compile_step", lambda job: None)
+    monkeypatch.setattr(trainer, "_loop", lambda job, step, state, *rest: state)
+    monkeypatch.setattr(trainer, "_finish", lambda *args: None)
+    run(corpus, "run", "--gin.STEPS=9", strategy="zero1")
+    out = capsys.readouterr().out
+    assert "STEPS was 6 and is 9: the learning rate now follows the new schedule" in out
+    assert f"saved under '{STRATEGY}' on 2 nodes x 4 data ranks" in out
+
+
 def test_generate_on_other_devices(finished: Finished) -> None:
     """One device, where the run had eight."""
     process = program("-m", "amsp_jax", "generate", str(finished.path), "--prompt", "the quick", "--max-tokens", "8")
@@ -179,6 +192,7 @@ def test_init_from_takes_the_weights_alone(
 
 
 def test_fresh_runs_are_numbered(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "compile_step", lambda job: None)
     monkeypatch.setattr(trainer, "_loop", lambda job, step, state, *rest: state)
     monkeypatch.setattr(trainer, "_finish", lambda *args: None)
     for name in ("0001", "0002"):
