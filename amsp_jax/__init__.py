@@ -1,1 +1,89 @@
-"""AMSP, ZeRO and the Frontier recipe as one JAX framework."""
+"""AMSP, ZeRO and the Frontier recipe as one JAX framework.
+
+What needs jax is imported at first use: strategies can be read and resolved on a machine without it.
+"""
+
+import importlib
+from typing import Any
+
+from amsp_jax.errors import UserError
+from amsp_jax.strategy import (
+    PRESETS,
+    DataRanks,
+    FullReplica,
+    FullSharding,
+    NodeSharding,
+    PartialSharding,
+    RankSharding,
+    Strategy,
+    ddp,
+    hfsdp,
+    hpz,
+    mics,
+    parse,
+    zero1,
+    zero2,
+    zero3,
+)
+
+_HOME = {
+    "Model": "model",
+    "ModelNumbers": "model",
+    "Part": "model",
+    "Plan": "plan",
+    "make_plan": "plan",
+    "make_optimizer": "optimizer",
+    "Remat": "stack",
+    "TrainState": "state",
+    "abstract_state": "state",
+    "init_state": "state",
+    "reshard": "state",
+    "StepSettings": "step",
+    "make_eval_step": "step",
+    "make_train_step": "step",
+}
+"""The module of each public name that needs jax."""
+
+__all__ = [
+    "PRESETS",
+    "DataRanks",
+    "FullReplica",
+    "FullSharding",
+    "Model",
+    "ModelNumbers",
+    "NodeSharding",
+    "PartialSharding",
+    "Part",
+    "Plan",
+    "RankSharding",
+    "Remat",
+    "StepSettings",
+    "Strategy",
+    "TrainState",
+    "UserError",
+    "abstract_state",
+    "ddp",
+    "hfsdp",
+    "hpz",
+    "init_state",
+    "make_eval_step",
+    "make_optimizer",
+    "make_plan",
+    "make_train_step",
+    "mics",
+    "parse",
+    "reshard",
+    "zero1",
+    "zero2",
+    "zero3",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
