@@ -59,7 +59,7 @@ class Part:
         if kinds := {type(v).__name__ for v in variables}:
             raise UserError(
                 f"{type(abstract).__name__} holds variables that are not nnx.Param ({', '.join(sorted(kinds))}); a "
-                "part is a pure function of its parameters. Take randomness from the `rng` argument; keep no statistics."
+                "part is a pure function of its parameters. Take randomness from the `rng` argument, keep no state."
             )
 
         def init(key: jax.Array) -> Params:

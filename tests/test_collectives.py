@@ -1,0 +1,120 @@
+"""The compiled program holds the collectives of the design and no other: kind, group, bytes, count, in the loop or not."""
+
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hlo
+import oracle
+from amsp_jax.state import abstract_state
+from amsp_jax.step import StepSettings, make_train_step
+from amsp_jax.strategy import all_degrees
+from oracle import RANKS, plan_for
+
+STRATEGIES = [
+    "ddp",
+    "zero1",
+    "zero2",
+    "zero3",
+    "mics(4)",
+    "hpz(4)",
+    "hfsdp(2)",
+    "params=replica grads=node opt_state=full",
+    "params=2x1 grads=4x1 opt_state=4x2",
+]
+
+
+def compiled_text(plan, accumulation, optimizer="adamw", settings=None, lowered=False):
+    model, optimizer = oracle.model("llama"), oracle.optimizer(optimizer)
+    step = make_train_step(model, optimizer, plan, settings or StepSettings())
+    shape = (accumulation, oracle.ROWS // 3, oracle.SEQ)
+    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    batch = {k: jax.ShapeDtypeStruct(shape, d, sharding=plan.batch_sharding) for k, d in dtypes.items()}
+    with jax.numpy_dtype_promotion("standard"):  # jax's XLA attention promotes bf16 in its backward pass
+        program = step.lower(abstract_state(model, optimizer, plan), batch, np.uint32(0))
+        return program.as_text() if lowered else program.compile().as_text()
+
+
+def expected(plan, accumulation):
+    """The list of docs/design/architecture.md, as (kind, groups, shape, in loop) with counts."""
+    result = Counter()
+    model = oracle.model("llama")
+    peeled = bool(plan.axes.grad or plan.axes.opt or plan.axes.replica)
+    in_loop = accumulation - 2 if peeled else accumulation
+    # A loop of one trip is inlined, and one of none is not there.
+    outside = accumulation if in_loop <= 1 else accumulation - in_loop
+    places = [(False, outside), (True, 1 if in_loop > 1 else 0)]
+    embed, blocks, head = model.split(plan.leaves)
+
+    def add(kind, axes, shape, loop, count):
+        if axes and count:
+            result[kind, hlo.mesh_groups(plan.mesh, axes), shape, loop] += count
+
+    for part, gathers in [(embed, 1), (head, 1), *[(block, 2) for block in blocks]]:
+        for leaf in jax.tree.leaves(part):
+            p, g, o, r = leaf.param_axes, leaf.grad_axes, leaf.opt_axes, leaf.replica_axes
+            add("all-gather", g + o, leaf.shard_shape(p), False, 1)
+            one_level = len({axis.split("_")[0] for axis in p + g}) == 1
+            for loop, count in places:
+                add("all-gather", p, leaf.storage_shape, loop, gathers * count)
+                if one_level:
+                    add("reduce-scatter", p + g, leaf.shard_shape(p + g), loop, count)
+                else:
+                    add("reduce-scatter", p, leaf.shard_shape(p), loop, count)
+                    add("reduce-scatter", g, leaf.shard_shape(p + g), loop, count)
+            add("reduce-scatter", o, leaf.shard_shape(p + g + o), False, 1)
+            add("all-reduce", r, leaf.shard_shape(p + g + o), False, 1)
+    return result
+
+
+def check(strategy, accumulation):
+    plan = plan_for(strategy, oracle.model("llama"))
+    found = hlo.collectives(compiled_text(plan, accumulation))
+    arrays = Counter((c.kind, c.groups, c.shape, c.in_loop) for c in found if not c.is_scalar)
+    assert arrays == expected(plan, accumulation)
+    scalars = {(c.kind, c.in_loop, c.op) for c in found if c.is_scalar}
+    # The sums of loss and weight, and those of the gradient norm, combined or not.
+    assert all(kind == "all-reduce" and not in_loop for kind, in_loop, _ in scalars) and 1 <= len(scalars) <= 5
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_collectives_of_the_compiled_step(strategy, accumulation):
+    check(strategy, accumulation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("strategy", [str(d) for d in all_degrees(RANKS)])
+def test_collectives_of_every_triple(strategy, accumulation):
+    check(strategy, accumulation)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_one_device_has_none(accumulation):
+    plan = plan_for("zero3", oracle.model("llama"), oracle.DataRanks(1))
+    assert hlo.collectives(compiled_text(plan, accumulation)) == []
+
+
+@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
+def test_dtypes_on_the_wire(reduce_dtype):
+    """Parameters travel in the compute dtype, gradients in the reduction dtype, whatever the backend makes of it."""
+    plan = plan_for("params=2x1 grads=4x1 opt_state=4x2", oracle.model("llama"), dtype=jnp.bfloat16)
+    text = compiled_text(plan, 2, settings=StepSettings(reduce_dtype=jnp.dtype(reduce_dtype)), lowered=True)
+    wire = {"float32": "f32", "bfloat16": "bf16"}[reduce_dtype]
+    assert set(re.findall(r'"stablehlo.all_gather".*-> tensor<[\dx]+x(\w+)>', text)) == {"bf16"}
+    scattered = re.findall(r'"stablehlo.reduce_scatter"[\s\S]*?\}\) : \(tensor<[\dx]+x(\w+)>\)', text)
+    assert set(scattered) == {wire} and len(scattered) > 20
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "lion", "lamb"])
+def test_other_optimizers_move_no_whole_leaf(optimizer):
+    """What XLA adds for the optimizer stays below a leaf's bytes: norms and factored statistics, no gathers of matrices."""
+    plan = plan_for("zero3", oracle.model("llama"))
+    found = Counter((c.kind, c.groups, c.shape, c.in_loop) for c in hlo.collectives(compiled_text(plan, 1, optimizer)))
+    extra = found - expected(plan, 1)
+    assert all(np.prod(shape, dtype=int) <= 64 for _, _, shape, _ in extra), extra
