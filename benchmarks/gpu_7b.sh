@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The 7B-shape comparison on one host of GPUs: this engine and the PyTorch FSDP2 peer, one after the other, in one
-# sitting. Each line of $OUT/results.jsonl is one run. Usage: benchmarks/gpu_7b.sh [ours|peer ...]; default both.
+# sitting. Each line of $OUT/results.jsonl is one run. Usage: benchmarks/gpu_7b.sh [run ...], the runs named below.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=${OUT:-$here/out}
@@ -26,13 +26,15 @@ peer() {  # name, then arguments of peer_fsdp2.py
 }
 
 nvidia-smi --query-gpu=name,memory.total --format=csv,noheader
-for what in "${@:-ours peer}"; do
+for what in ${*:-ours_bf16 peer_bf16 ours_fp32 peer_fp32}; do
   case $what in
-    *ours*) ours ours_bf16 --reduce_dtype bfloat16; ours ours_fp32 --reduce_dtype float32 ;;
-  esac
-  case $what in
-    *peer*) peer peer_bf16_every1 --reduce bf16 --ac selective --sac-mm-every 1
-            peer peer_bf16_every2 --reduce bf16 --ac selective --sac-mm-every 2
-            peer peer_fp32_every1 --reduce fp32 --ac selective --sac-mm-every 1 ;;
+    ours_bf16) ours "$what" --reduce_dtype bfloat16 ;;
+    ours_fp32) ours "$what" --reduce_dtype float32 ;;
+    peer_bf16) peer "$what" --reduce bf16 --ac selective --sac-mm-every 1 --sdpa cudnn ;;
+    peer_fp32) peer "$what" --reduce fp32 --ac selective --sac-mm-every 1 --sdpa cudnn ;;
+    peer_bf16_auto) peer "$what" --reduce bf16 --ac selective --sac-mm-every 1 ;;
+    symmetric) ours "$what" --reduce_dtype bfloat16 --xla_flags=--xla_gpu_experimental_enable_nccl_symmetric_buffers=true ;;
+    channels8) ours "$what" --reduce_dtype bfloat16 --xla_flags=--xla_gpu_nccl_collective_max_nchannels=8 ;;
   esac
 done
+rm -f "$out"/*.txt; find "$out" -name '*.err' -empty -delete
