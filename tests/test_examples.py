@@ -49,10 +49,11 @@ def first_steps(example, model, strategy, ranks):
     return rows
 
 
-def test_dropout_is_the_same_on_one_device_and_on_eight(example):
-    model = example.loss_model()
+@pytest.mark.parametrize("make_model", ["loss_model", "nnx_model"])
+def test_dropout_is_the_same_on_one_device_and_on_eight(example, make_model):
+    model = getattr(example, make_model)()
     one = first_steps(example, model, "ddp", DataRanks(1))
-    eight = first_steps(example, model, "hpz(4)", DataRanks(4, 2))
+    eight = first_steps(example, model, "params=2x1 grads=4x1 opt_state=4x2", DataRanks(4, 2))
     np.testing.assert_allclose(eight, one, rtol=1e-5)
 
 

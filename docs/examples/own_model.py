@@ -10,16 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from amsp_jax import (
-    DataRanks,
-    Model,
-    Part,
-    StepSettings,
-    init_state,
-    make_plan,
-    make_train_step,
-    reshard,
-)
+from amsp_jax import DataRanks, Model, Part, StepSettings, init_state, make_plan, make_train_step, reshard
 
 VOCAB, WIDTH = 256, 64
 MICROBATCHES, ROWS, SEQ = 2, 16, 8
@@ -34,7 +25,12 @@ def cross_entropy(logits, batch):
     return (jnp.sum(losses * weights), jnp.sum(weights)), {"num_correct": jnp.sum(jnp.where(hits, weights, 0))}
 
 
-# A pytree and a loss. `rng` holds one key per row, so that dropout is the same on every mesh.
+def dropout(key, x, rate=0.1):
+    """Zeroes a share `rate` of one row's values. `rng` holds one key per row: so it is the same on every mesh."""
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
+
+
+# A pytree and a loss.
 
 
 def init(key):
@@ -44,11 +40,6 @@ def init(key):
         "embed": 0.1 * jax.random.normal(embed_key, (VOCAB, WIDTH)),
         "head": 0.1 * jax.random.normal(head_key, (WIDTH, VOCAB)),
     }
-
-
-def dropout(key, x, rate=0.1):
-    """Zeroes a share `rate` of one row's values."""
-    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
 
 
 def loss(params, batch, rng):
@@ -74,7 +65,7 @@ class Block(nnx.Module):
 
     def __call__(self, x, batch, rng):
         """[rows, seq, width] to the same."""
-        return x + self.down(nnx.gelu(self.up(x)))
+        return x + jax.vmap(dropout)(rng, self.down(nnx.gelu(self.up(x))))
 
 
 def nnx_model(num_blocks=2):
