@@ -24,10 +24,11 @@ Schedule = Callable[[Any], Any]
 
 
 def warmup_cosine(peak: float, warmup_steps: int, num_steps: int, final_fraction: float = 0.1) -> Schedule:
-    """Learning rate by step: linear from 0 to `peak`, then a cosine to `final_fraction` of it at `num_steps`."""
+    """Learning rate by step: linear to `peak`, not from 0, then a cosine to `final_fraction` of it at `num_steps`."""
     warmup_steps = min(warmup_steps, num_steps)
+    first = peak / warmup_steps if warmup_steps else peak
     return optax.warmup_cosine_decay_schedule(
-        0.0 if warmup_steps else peak, peak, warmup_steps, max(num_steps, warmup_steps + 1), final_fraction * peak
+        first, peak, warmup_steps, max(num_steps, warmup_steps + 1), final_fraction * peak
     )
 
 
@@ -79,8 +80,9 @@ def make_optimizer(
     if name not in OPTIMIZERS:
         raise UserError(f"OPTIMIZER '{name}' is unknown; one of {', '.join(OPTIMIZERS)}")
     rate = learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate)
-    inner = OPTIMIZERS[name](rate, weight_decay)
-    return optax.chain(optax.clip_by_global_norm(clip_norm), inner) if clip_norm else inner
+    # Clipped or not, the state has one structure: a run may turn clipping on or off when it resumes.
+    clip = optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity()
+    return optax.chain(clip, OPTIMIZERS[name](rate, weight_decay))
 
 
 def abstract_opt_state(optimizer: optax.GradientTransformation, params: Params) -> Any:
