@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -58,7 +59,7 @@ def global_batch(
         return read[key][name].reshape(*rows.shape, -1)[:, :, index[2]]
 
     return {
-        name: jax.make_array_from_callback(shape, sharding, lambda index, name=name: shard(name, index))
+        name: jax.make_array_from_callback(shape, sharding, functools.partial(shard, name))
         for name in ("tokens", "targets", "weights")
     }
 
