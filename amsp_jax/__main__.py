@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from itertools import islice
@@ -14,7 +15,7 @@ from amsp_jax.config import TrainConfig
 from amsp_jax.data import Tokenizer
 from amsp_jax.errors import UserError
 from amsp_jax.generate import Sampling, generate, make_next_logits
-from amsp_jax.job import data_ranks, optimizer_of, restore_state, step_settings
+from amsp_jax.job import data_ranks, params_alone, step_settings
 from amsp_jax.plan import make_plan
 from amsp_jax.run_folder import CHECKPOINTS, CONFIG_FILE, TOKENIZER_FILE
 
@@ -59,8 +60,8 @@ def _generate(args: argparse.Namespace, sampling: Sampling) -> None:
     if model.logits is None:
         raise UserError(f"MODEL={config.model} gives no logits to draw from")
     plan = make_plan(_STRATEGY, model.abstract_params(), data_ranks(layout), layout.devices, config.compute_dtype)
-    params = restore_state(checkpointer, step, model, optimizer_of(config), plan).params
-    checkpointer.close()
+    with contextlib.closing(checkpointer):
+        params = checkpointer.restore(step, *params_alone(model, plan))["params"]
 
     next_logits = make_next_logits(model, plan, step_settings(config), config.seq_len)
     drawn = generate(next_logits, params, prompt, sampling, tokenizer.end_of_document, tokenizer.vocab_size)

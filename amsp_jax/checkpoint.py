@@ -114,7 +114,7 @@ class Checkpointer:
         with self._reading(step):
             return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
 
-    def restore(self, step: int, abstract_state: Any, true_shapes: Shapes | None = None) -> Any:
+    def restore(self, step: int, abstract_state: Any, true_shapes: Shapes | None = None, partial: bool = False) -> Any:
         """Reads `step` into the structure, storage shapes and shardings of `abstract_state`.
 
         Each process reads only what its devices hold.
@@ -123,34 +123,47 @@ class Checkpointer:
           step: one of the saved steps.
           abstract_state: a pytree of `jax.ShapeDtypeStruct` with shardings, on any mesh.
           true_shapes: the shapes of its leaves without padding; None if they have none.
+          partial: `abstract_state` is only some parts of what was saved, whole ones by their names at the top:
+            `{"params": ...}` of a state leaves the optimizer's part unread.
 
         Returns:
           Global arrays: the saved values, zeros in the padding.
 
         Raises:
-          UserError: no such checkpoint; a leaf is missing, is left over, or has another true shape or
-            dtype; a file cannot be read.
+          UserError: as `check` does; a file cannot be read.
         """
+        self.check(step, abstract_state, true_shapes, partial=partial)
         paths, leaves = _unique_paths(abstract_state), jax.tree.leaves(abstract_state)
         target = dict(zip(paths, leaves, strict=True))
-        saved_shapes = self.meta(step)["shapes"]
-        with self._reading(step):
-            stored = self._manager.item_metadata(step)["state"].tree
-        self._require_same_leaves(step, set(stored), set(target))
-        for path, leaf in target.items():
-            true_shape = tuple(true_shapes[path]) if true_shapes is not None else leaf.shape
-            self._require_same_array(
-                step, path, (tuple(saved_shapes[path]), stored[path].dtype), (true_shape, leaf.dtype)
-            )
         # strict=False is what lets the stored and the wanted padding differ.
         restore_args = {
             path: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=False)
             for path, leaf in target.items()
         }
+        state = ocp.args.PyTreeRestore(item=target, restore_args=restore_args, partial_restore=partial)
         with self._reading(step):
-            args = ocp.args.Composite(state=ocp.args.PyTreeRestore(item=target, restore_args=restore_args))
-            arrays = self._manager.restore(step, args=args)["state"]
+            arrays = self._manager.restore(step, args=ocp.args.Composite(state=state))["state"]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[path] for path in paths])
+
+    def check(self, step: int, abstract_state: Any, true_shapes: Shapes | None = None, partial: bool = False) -> None:
+        """Finds out whether `restore` would work by its arguments, from the names and shapes that were saved.
+
+        Raises:
+          UserError: no such checkpoint; a leaf is missing, is left over, or has another true shape or dtype.
+        """
+        paths, leaves = _unique_paths(abstract_state), jax.tree.leaves(abstract_state)
+        saved_shapes = self.meta(step)["shapes"]
+        with self._reading(step):
+            stored = self._manager.item_metadata(step)["state"].tree
+        if partial:
+            parts = {_part(path) for path in paths}
+            stored = {path: array for path, array in stored.items() if _part(path) in parts}
+        self._require_same_leaves(step, set(stored), set(paths))
+        for path, leaf in zip(paths, leaves, strict=True):
+            true_shape = tuple(true_shapes[path]) if true_shapes is not None else leaf.shape
+            self._require_same_array(
+                step, path, (tuple(saved_shapes[path]), stored[path].dtype), (true_shape, leaf.dtype)
+            )
 
     def wait(self) -> None:
         """Returns when every save is complete on disk; raises `UserError` if one failed."""
@@ -230,6 +243,11 @@ def _require_writable(directory: pathlib.Path) -> None:
         raise UserError(
             f"checkpoint folder {directory} cannot be written: {_first_line(error)}. Set RUN_DIR to a folder you own."
         ) from error
+
+
+def _part(path: str) -> str:
+    """The part of the state that a leaf belongs to: its name at the top."""
+    return path.split("/", 1)[0]
 
 
 def _array(shape: tuple[int, ...], dtype: Any) -> str:

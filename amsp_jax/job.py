@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from amsp_jax.checkpoint import Checkpointer, leaf_paths
+from amsp_jax.checkpoint import leaf_paths
 from amsp_jax.checks import BatchShape, batch_shape, require_compiled_memory, require_memory
 from amsp_jax.config import TrainConfig
 from amsp_jax.data import Datasets, TokenDataset, global_batch, open_dataset
 from amsp_jax.launch import Layout
 from amsp_jax.model import Batch, Model
-from amsp_jax.optimizer import Schedule, make_optimizer, warmup_cosine
+from amsp_jax.optimizer import Schedule, abstract_storage, make_optimizer, warmup_cosine
 from amsp_jax.plan import Plan, make_plan
 from amsp_jax.stack import Remat
 from amsp_jax.state import TrainState, abstract_state, true_state
@@ -157,18 +157,26 @@ def compile_step(job: Job) -> TrainStep:
     return compiled
 
 
-def true_shapes(model: Model, optimizer: optax.GradientTransformation) -> dict[str, list[int]]:
-    """The shape of each leaf of the state without padding, by its path; a checkpoint keeps them."""
+class Wanted(NamedTuple):
+    """What to read of a checkpoint: the arguments of `Checkpointer.restore` after the step."""
+
+    abstract: Any
+    true_shapes: Mapping[str, Sequence[int]]
+    partial: bool
+
+
+def whole_state(model: Model, optimizer: optax.GradientTransformation, plan: Plan) -> Wanted:
+    """The `TrainState` under this plan, whatever it was saved under."""
     true = true_state(model, optimizer)
-    return {path: list(leaf.shape) for path, leaf in zip(leaf_paths(true), jax.tree.leaves(true), strict=True)}
+    return Wanted(abstract_state(model, optimizer, plan), true_shapes(true), partial=False)
 
 
-def restore_state(
-    checkpointer: Checkpointer, step: int, model: Model, optimizer: optax.GradientTransformation, plan: Plan
-) -> TrainState:
-    """The saved state under this plan, whatever it was saved under.
+def params_alone(model: Model, plan: Plan) -> Wanted:
+    """`{"params": ...}` of a `TrainState`: needs neither the memory of the optimizer nor the same one."""
+    true = {"params": model.abstract_params()}
+    return Wanted({"params": abstract_storage(plan, true["params"])}, true_shapes(true), partial=True)
 
-    Raises:
-      UserError: it is of another model or optimizer, or cannot be read.
-    """
-    return checkpointer.restore(step, abstract_state(model, optimizer, plan), true_shapes(model, optimizer))
+
+def true_shapes(tree: Any) -> dict[str, list[int]]:
+    """The shape of each leaf of a tree without padding, by its path; a checkpoint keeps them."""
+    return {path: list(leaf.shape) for path, leaf in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True)}

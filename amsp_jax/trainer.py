@@ -21,14 +21,14 @@ from amsp_jax.config import TrainConfig
 from amsp_jax.data import Prefetcher
 from amsp_jax.errors import UserError
 from amsp_jax.generate import Sampling, generate, make_next_logits
-from amsp_jax.job import Job, TrainStep, compile_step, prepare, restore_state, true_shapes
+from amsp_jax.job import Job, TrainStep, Wanted, compile_step, params_alone, prepare, true_shapes, whole_state
 from amsp_jax.launch import Layout
 from amsp_jax.metrics import VALIDATION_FILE, ValidationRow, read_rows
 from amsp_jax.model import Model, Params
 from amsp_jax.plots import plot_losses
 from amsp_jax.reporter import Reporter
 from amsp_jax.run_folder import CHECKPOINTS, TOKENIZER_FILE, RunFolder, find_run_folder, identity
-from amsp_jax.state import TrainState, init_state
+from amsp_jax.state import TrainState, init_state, true_state
 from amsp_jax.step import make_eval_step
 
 _SAMPLE_PROMPT_TOKENS, _SAMPLE_TOKENS = 16, 64
@@ -63,12 +63,12 @@ def train(
     job = prepare(config, model, vocab_size, layout)
     folder = _agree(folder)
     _say(str(job.plan), job.datasets.description, f"batch: {job.batch}", *notes)
-    before = _own_checkpoint(folder)
+    before = _own_checkpoint(folder, job)
     first, last = before.step if before else 0, config.stop_after or config.steps
     if first >= last:
         _say(f"{folder.path} is at step {first} already: nothing to do until {_last_name(config)} is more than {last}")
         return folder.path
-    weights = _foreign_checkpoint(config.init_from) if config.init_from and not before else None
+    weights = _foreign_checkpoint(config.init_from, job) if config.init_from and not before else None
 
     step = compile_step(job)
     state = _continue(job, before) if before else _fresh(job, weights)
@@ -84,34 +84,46 @@ def _last_name(config: TrainConfig) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """A complete checkpoint, opened for reading."""
+    """A complete checkpoint that has what is wanted of it."""
 
     checkpointer: Checkpointer
     step: int
+    wanted: Wanted
 
     def __str__(self) -> str:
         return str(self.checkpointer.directory / str(self.step))
 
+    def read(self) -> Any:
+        """What is wanted, on the devices."""
+        with contextlib.closing(self.checkpointer):
+            return self.checkpointer.restore(self.step, *self.wanted)
 
-def _newest(directory: Path) -> _Saved | None:
+
+def _open(directory: Path, step: int | None, wanted: Wanted) -> _Saved | None:
+    """A checkpoint, the newest where `step` is None; None if there is none. One that does not fit is an error."""
     checkpointer = Checkpointer(directory, keep=None)
-    step = checkpointer.latest_step()
-    return None if step is None else _Saved(checkpointer, step)
+    step = checkpointer.latest_step() if step is None else step
+    if step is None:
+        return None
+    checkpointer.check(step, *wanted)
+    return _Saved(checkpointer, step, wanted)
 
 
-def _own_checkpoint(folder: RunFolder) -> _Saved | None:
+def _own_checkpoint(folder: RunFolder, job: Job) -> _Saved | None:
     """Where this run goes on; None for a run that has saved nothing."""
-    return _newest(folder.checkpoints) if folder.is_same_run and folder.checkpoints.is_dir() else None
+    if not folder.is_same_run or not folder.checkpoints.is_dir():
+        return None
+    return _open(folder.checkpoints, None, whole_state(job.model, job.optimizer, job.plan))
 
 
-def _foreign_checkpoint(init_from: str) -> _Saved:
-    """What INIT_FROM names: a run folder's newest checkpoint, or one of them."""
-    path = Path(init_from)
+def _foreign_checkpoint(init_from: str, job: Job) -> _Saved:
+    """The weights that INIT_FROM names: of a run folder's newest checkpoint, or of one of them."""
+    path, wanted = Path(init_from), params_alone(job.model, job.plan)
     saved: _Saved | None = None
     if (path / CHECKPOINTS).is_dir():
-        saved = _newest(path / CHECKPOINTS)
+        saved = _open(path / CHECKPOINTS, None, wanted)
     elif path.is_dir() and path.name.isdecimal():
-        saved = _Saved(Checkpointer(path.parent, keep=None), int(path.name))
+        saved = _open(path.parent, int(path.name), wanted)
     if saved is None:
         raise UserError(
             f"INIT_FROM={path} has no complete checkpoint; name a run folder, or a step in its {CHECKPOINTS}"
@@ -124,9 +136,8 @@ def _fresh(job: Job, weights: _Saved | None) -> TrainState:
     if weights is None:
         return init_state(job.model, job.optimizer, job.plan, job.config.seed)
     _say(f"the weights are those of {weights}")
-    params = _restore(job, weights).params
     state = init_state(job.model, job.optimizer, job.plan, job.config.seed)
-    return dataclasses.replace(state, params=params)
+    return dataclasses.replace(state, **weights.read())
 
 
 def _continue(job: Job, saved: _Saved) -> TrainState:
@@ -134,19 +145,14 @@ def _continue(job: Job, saved: _Saved) -> TrainState:
     _say(f"goes on from {saved}, saved under '{meta['strategy']}' on {meta['ranks']}")
     if meta["steps"] != job.config.steps:
         _say(f"STEPS was {meta['steps']} and is {job.config.steps}: the learning rate now follows the new schedule")
-    return _restore(job, saved)
-
-
-def _restore(job: Job, saved: _Saved) -> TrainState:
-    with contextlib.closing(saved.checkpointer):
-        return restore_state(saved.checkpointer, saved.step, job.model, job.optimizer, job.plan)
+    return saved.read()
 
 
 def _meta(job: Job) -> dict[str, Any]:
     """What a checkpoint says of the run that wrote it."""
     return {
         **identity(job.config),
-        "shapes": true_shapes(job.model, job.optimizer),
+        "shapes": true_shapes(true_state(job.model, job.optimizer)),
         "steps": job.config.steps,
         "strategy": job.config.strategy,
         "ranks": str(job.plan.degrees.ranks),

@@ -93,6 +93,20 @@ def test_restores_the_bytes_on_another_mesh_with_other_padding(saved, sizes, spe
     checkpointer.close()
 
 
+def test_a_part_is_read_without_the_rest(saved):
+    """The parameters, whatever optimizer they were saved with."""
+    wanted = {"params": make_state(mesh_of(4), P("a"), 12).params}
+    checkpointer = Checkpointer(saved, keep=None)
+    assert_same(checkpointer.restore(5, abstract(wanted), TRUE_SHAPES, partial=True), wanted)
+    fewer = {"params": {"blocks": wanted["params"]["blocks"][:1]}}
+    with pytest.raises(UserError, match="it has params/blocks/1/w besides"):
+        checkpointer.restore(5, abstract(fewer), TRUE_SHAPES, partial=True)
+    more = {"params": {**wanted["params"], "head": wanted["params"]["blocks"][1]["w"]}}
+    with pytest.raises(UserError, match="it lacks params/head"):
+        checkpointer.restore(5, abstract(more), {**TRUE_SHAPES, "params/head": [8, 3]}, partial=True)
+    checkpointer.close()
+
+
 def test_meta_comes_back(saved):
     checkpointer = Checkpointer(saved, keep=None)
     assert checkpointer.latest_step() == 5

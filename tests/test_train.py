@@ -186,7 +186,7 @@ def test_init_from_takes_the_weights_alone(
     corpus: Path, finished: Finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = finished.path / "checkpoints" / "3"
-    run(corpus, "run", f"--gin.INIT_FROM={saved}", "--gin.STOP_AFTER=1")
+    run(corpus, "run", f"--gin.INIT_FROM={saved}", "--gin.STOP_AFTER=1", "--gin.OPTIMIZER=sgd")
     assert f"the weights are those of {saved}" in capsys.readouterr().out
     validation = read_rows("run/validation.jsonl")
     assert validation == [{**read_rows(finished.path / "validation.jsonl")[1], "step": 0}]
