@@ -151,9 +151,12 @@ def _value(text: str) -> str:
     if re.fullmatch(r"%[A-Za-z_]\w*", text):
         return text
     try:
-        return repr(ast.literal_eval(text.strip()))
+        literal = repr(ast.literal_eval(text.strip()))
+        # 1e999 is a literal, but inf is not.
+        ast.literal_eval(literal)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return repr(text)
+    return literal
 
 
 def load_config(gin_files: Sequence[Path], bindings: Sequence[str] = ()) -> LoadedConfig:
@@ -273,7 +276,11 @@ def _binding_message(message: str) -> str:
 
 def _refuse_base_include(path: Path) -> None:
     """Including `base.gin` would undo what an earlier file set."""
-    if re.search(rf"^\s*include\s.*{re.escape(BASE_CONFIG.name)}", path.read_text(), re.MULTILINE):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--gin_file={path} cannot be read as text: {error}") from None
+    if re.search(rf"^\s*include\s.*{re.escape(BASE_CONFIG.name)}", text, re.MULTILINE):
         raise UserError(f"{path} includes {BASE_CONFIG.name}, which is always read first; remove the include")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable
@@ -32,6 +33,7 @@ class TrainConfig:
     model: Annotated[str, "name of a model"]
     model_overrides: Annotated[dict, "fields of the model to change, {'num_layers': 8}"]
     data: Annotated[str, "training text: 'stdlib', a folder, a text or .jsonl file; or token ids, .npy or .bin"]
+    end_of_document: Annotated[int | None, "id that ends a document in a file of token ids; None: it has none"]
     steps: Annotated[int, "optimizer steps of the whole run"]
     run_dir: Annotated[str | None, "run folder; None: a fresh numbered one under runs/"]
     seed: Annotated[int, "of the initial parameters, the sample order and dropout"]
@@ -60,22 +62,28 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name, (kind, _) in FIELDS.items():
             _check_type(name.upper(), getattr(self, name), kind)
+            _check_word(name.upper(), getattr(self, name))
         for name in _AT_LEAST_ONE:
             _check_least(name, getattr(self, name), 1)
         for name in _AT_LEAST_ZERO:
             _check_least(name, getattr(self, name), 0)
+        if self.seed > _MAX_SEED:
+            raise UserError(f"SEED={self.seed}: it must be at most {_MAX_SEED}")
+        if self.clip_norm == 0:
+            raise UserError(f"CLIP_NORM={self.clip_norm!r}: no gradient has that norm; None is no clipping")
         if self.stop_after is not None and self.stop_after > self.steps:
             raise UserError(
                 f"STOP_AFTER={self.stop_after} is past the last step, STEPS={self.steps}; stop earlier or at it"
             )
 
 
+_MAX_SEED = (1 << 32) - 1
 _AT_LEAST_ONE = (
     *("steps", "global_batch", "microbatch", "seq_len", "keep_checkpoints", "eval_batches", "stop_after"),
     *("simulated_nodes", "simulated_devices_per_node", "devices_per_node"),
 )
 _AT_LEAST_ZERO = (
-    *("seed", "warmup_steps", "checkpoint_every", "eval_every"),
+    *("seed", "end_of_document", "warmup_steps", "checkpoint_every", "eval_every"),
     *("learning_rate", "weight_decay", "clip_norm"),
 )
 
@@ -139,6 +147,11 @@ def _article(name: str) -> str:
     return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
+def _check_word(macro: str, value: Any) -> None:
+    if isinstance(value, str) and not value.strip():
+        raise UserError(f"{macro} is empty; leave it out for its default, or give it a value")
+
+
 def _check_least(name: str, value: float | None, least: int) -> None:
-    if value is not None and not value >= least:
-        raise UserError(f"{name.upper()}={value!r}: it must be at least {least}")
+    if value is not None and not least <= value < math.inf:
+        raise UserError(f"{name.upper()}={value!r}: it must be a number of at least {least}")

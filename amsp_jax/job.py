@@ -88,6 +88,7 @@ def prepare(config: TrainConfig, model: Model, vocab_size: int, layout: Layout) 
             seq_len=config.seq_len,
             global_batch=config.global_batch,
             seed=config.seed,
+            end_of_document=config.end_of_document,
         ),
     )
 

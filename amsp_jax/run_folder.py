@@ -19,7 +19,7 @@ DEFAULT_PARENT = Path("runs")
 CONFIG_FILE = "config.gin"
 TOKENIZER_FILE = "tokenizer.json"
 CHECKPOINTS = "checkpoints"
-IDENTITY = ("model", "model_overrides", "data", "seed", "global_batch", "seq_len", "optimizer")
+IDENTITY = ("model", "model_overrides", "data", "end_of_document", "seed", "global_batch", "seq_len", "optimizer")
 """The settings that make a run: with another value it is another run."""
 
 _RECORD = "run.json"

@@ -29,7 +29,6 @@ def load(*argv: str) -> TrainConfig:
         ("RUN_DIR=runs/x", "run_dir", "runs/x"),
         ("RUN_DIR='7'", "run_dir", "7"),
         ("RUN_DIR=None", "run_dir", None),
-        ("DATA=", "data", ""),
         ("STEPS=7", "steps", 7),
         ("STEPS= 7", "steps", 7),
         ("STEPS=1_000", "steps", 1000),
@@ -97,6 +96,13 @@ MISTAKES = [
     (["--gin.STEPS=True"], ["STEPS=True", "int"]),
     (["--gin.STEPS=[1,"], ["STEPS='[1,'", "int"]),
     (["--gin.STEPS=0"], ["STEPS=0", "at least 1"]),
+    (["--gin.DATA="], ["DATA is empty"]),
+    (["--gin.STEPS=-3"], ["STEPS=-3", "at least 1"]),
+    (["--gin.SEED=4294967296"], ["SEED=4294967296", "at most 4294967295"]),
+    (["--gin.SEED=-1"], ["SEED=-1", "at least 0"]),
+    (["--gin.SIMULATED_NODES=0"], ["SIMULATED_NODES=0", "at least 1"]),
+    (["--gin.LEARNING_RATE=1e999"], ["LEARNING_RATE='1e999'", "float"]),
+    (["--gin.CLIP_NORM=0"], ["CLIP_NORM=0", "None"]),
     (["--gin.STEPS=10", "--gin.STOP_AFTER=11"], ["STOP_AFTER=11", "STEPS=10"]),
     (["--gin.LEARNING_RATE=-1"], ["LEARNING_RATE=-1", "at least 0"]),
     (["--gin.LEARNING_RATE=high"], ["LEARNING_RATE='high'", "float", "--gin.LEARNING_RATE=0.1"]),
@@ -133,6 +139,7 @@ def test_mistakes_on_the_command_line(
 
 BAD_FILES = [
     ("STRATEGY = zero3\n", ["bad.gin, line 1", "'zero3'", "quotes"]),
+    ("LEARNING_RATE = 1e999\n", ["LEARNING_RATE=inf", "a number"]),
     ("\nPEEL = true\n", ["bad.gin, line 2", "'true'", "True, False, None"]),
     ("STEPS 3\n", ["bad.gin, line 1"]),
     ("STRATGY = 'zero3'\n", ["STRATGY", "did you mean STRATEGY?"]),
@@ -158,6 +165,12 @@ def test_mistakes_in_a_file(
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
     for part in parts:
         assert part in captured.err
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "bad.gin").write_bytes(bytes(range(256)))
+    with pytest.raises(UserError, match=r"bad\.gin cannot be read as text"):
+        load(f"--gin_file={tmp_path / 'bad.gin'}")
 
 
 def test_every_config_file_loads_and_says_how_to_run_it() -> None:

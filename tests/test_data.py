@@ -205,6 +205,15 @@ def test_token_files(tmp_path, name):
     np.testing.assert_array_equal(rows["weights"] == 0, rows["tokens"] == 49)
 
 
+def test_an_end_of_document_that_cannot_be(tmp_path):
+    np.save(tmp_path / "ids.npy", np.arange(40) % 50)
+    with pytest.raises(UserError, match="end of document 50 is not in the vocabulary, ids 0 to 49"):
+        open_small(tmp_path / "ids.npy", None, vocab_size=50, end_of_document=50)
+    (tmp_path / "a.txt").write_text("text " * 40)
+    with pytest.raises(UserError, match="is text, whose tokenizer has its own"):
+        open_small(tmp_path / "a.txt", tmp_path, end_of_document=0)
+
+
 def test_a_file_of_packed_rows_gives_back_its_rows(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 300, (40, 17))
     np.save(tmp_path / "t.npy", tokens)

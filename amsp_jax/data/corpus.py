@@ -71,7 +71,9 @@ def open_dataset(
       UserError: the corpus is missing, unreadable, empty, corrupt or too small, or a number is out of range.
     """
     _check_numbers(seq_len, global_batch, seed, validation_fraction)
-    if Path(data).suffix in TOKEN_SUFFIXES:
+    is_tokens = Path(data).suffix in TOKEN_SUFFIXES
+    _check_end(data, is_tokens, end_of_document, vocab_size)
+    if is_tokens:
         arrays = [open_tokens(data, vocab_size)]
         counts: tuple[int | None, int | None] = (None, None)
         tokenizer, lines = None, [f"data: {data}, {arrays[0].size:,} token ids ({arrays[0].dtype}), split by windows"]
@@ -99,6 +101,18 @@ def _check_numbers(seq_len: int, global_batch: int, seed: int, validation_fracti
         raise UserError(
             f"validation fraction {validation_fraction} is out of range: it must be at least 0 and below 1."
         )
+
+
+def _check_end(data: str, is_tokens: bool, end_of_document: int | None, vocab_size: int) -> None:
+    if end_of_document is None:
+        return
+    if not is_tokens:
+        raise UserError(
+            f"end of document {end_of_document} is for files of token ids ({', '.join(sorted(TOKEN_SUFFIXES))}), but "
+            f"{data!r} is text, whose tokenizer has its own. Leave it out."
+        )
+    if not 0 <= end_of_document < vocab_size:
+        raise UserError(f"end of document {end_of_document} is not in the vocabulary, ids 0 to {vocab_size - 1}.")
 
 
 def _check_length(data: str, tokens: np.ndarray, seq_len: int) -> None:
