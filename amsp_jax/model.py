@@ -158,11 +158,27 @@ class Model:
         head = Part(init, lambda params, embed, x, batch, rng: loss(params, batch, rng))
         return cls(name=name, head=head, numbers=numbers, split=lambda p: ({}, [], p), join=lambda e, b, h: h)
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Embedding, blocks, head."""
+        return (self.embed, *self.blocks, self.head)
+
     def abstract_params(self) -> Params:
-        """The parameter tree as `jax.ShapeDtypeStruct`s, float32, on no device."""
+        """The parameter tree as `jax.ShapeDtypeStruct`s, float32, on no device.
+
+        Raises:
+          UserError: a leaf is no floating-point array.
+        """
         key = jax.eval_shape(lambda: jax.random.key(0))
-        shapes = {id(p.init): jax.eval_shape(p.init, key) for p in (self.embed, *self.blocks, self.head)}
-        tree = self.join(
-            shapes[id(self.embed.init)], [shapes[id(b.init)] for b in self.blocks], shapes[id(self.head.init)]
+        shapes = {init: jax.eval_shape(init, key) for init in {part.init for part in self.parts}}
+        tree = self.join(shapes[self.embed.init], [shapes[block.init] for block in self.blocks], shapes[self.head.init])
+        return jax.tree_util.tree_map_with_path(_float32, tree)
+
+
+def _float32(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        raise UserError(
+            f"parameter {jax.tree_util.keystr(path)} is {leaf.dtype}; parameters are trained, so they are "
+            "floating-point. Keep integers and tables in the model's code"
         )
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), tree)
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.float32)

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from amsp_jax.errors import UserError
 from amsp_jax.mesh import DataAxes, axis_sizes, data_axes, make_mesh
-from amsp_jax.model import Params
+from amsp_jax.model import Batch, Params
 from amsp_jax.strategy import DataRanks, Degrees, Strategy, parse
 
 MASTER_BYTES = 4
@@ -183,6 +184,21 @@ class Plan:
     def batch_sharding(self) -> NamedSharding:
         """`batch_spec` on this mesh."""
         return NamedSharding(self.mesh, self.batch_spec)
+
+    def place(self, batch: Batch) -> dict[str, jax.Array]:
+        """Puts arrays [microbatches, rows, ...] on the devices at `batch_sharding`; one process only.
+
+        Raises:
+          UserError: the rows do not divide by the data ranks.
+        """
+        ranks = self.degrees.ranks.total
+        for name, x in batch.items():
+            if x.ndim < 2 or x.shape[1] % ranks:
+                raise UserError(
+                    f"batch['{name}'] has shape {x.shape}; a batch is [microbatches, rows, ...] and its rows divide by "
+                    f"the {ranks} data ranks"
+                )
+        return jax.device_put(dict(batch), self.batch_sharding)
 
     @property
     def replicated(self) -> NamedSharding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -45,7 +46,8 @@ class Reporter:
         is_process_0 = jax.process_index() == 0
         self._writer = MetricsWriter(run_dir, first or None, enabled=is_process_0)
         self._progress = ProgressLine(len(learning_rates)) if is_process_0 else None
-        self._running: tuple[int, StepMetrics] | None = None
+        self._watcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step-watcher")
+        self._running: tuple[int, Future[tuple[StepMetrics, float]]] | None = None
         self._completed_at = 0.0
 
     def start_clock(self) -> None:
@@ -54,7 +56,7 @@ class Reporter:
 
     def dispatched(self, number: int, metrics: StepMetrics) -> None:
         """Takes the numbers of a step that now runs, then waits for the step before and reports it."""
-        before, self._running = self._running, (number, metrics)
+        before, self._running = self._running, (number, self._watcher.submit(_completion, metrics))
         if before:
             self._report(*before)
 
@@ -75,10 +77,10 @@ class Reporter:
         if self._progress:
             self._progress.close()
         self._writer.close()
+        self._watcher.shutdown()
 
-    def _report(self, number: int, metrics: StepMetrics) -> None:
-        values = jax.device_get(metrics)
-        now = time.perf_counter()
+    def _report(self, number: int, completion: Future[tuple[StepMetrics, float]]) -> None:
+        values, now = completion.result()
         step_time_s, self._completed_at = now - self._completed_at, now
         row = self._row(number, values, step_time_s)
         self._writer.train(row)
@@ -105,6 +107,16 @@ class Reporter:
             mfu_paper=paper / peak if paper is not None and peak else None,
             peak_memory_bytes=_peak_memory_bytes(),
         )
+
+
+def _completion(metrics: StepMetrics) -> tuple[StepMetrics, float]:
+    """A step's numbers and the moment they were there.
+
+    In a thread of its own: a dispatch may block for most of a step (a loop whose end the host must see), and the
+    main thread would then read the clock late.
+    """
+    values = jax.device_get(metrics)
+    return values, time.perf_counter()
 
 
 def _peak_memory_bytes() -> int | None:

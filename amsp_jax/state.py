@@ -72,11 +72,10 @@ def init_state(model: Model, optimizer: optax.GradientTransformation, plan: Plan
 
 def _init_params(model: Model, plan: Plan, seed: int) -> Params:
     """One compiled function per distinct part: a deep model compiles one block."""
-    parts = (model.embed, *model.blocks, model.head)
     embed, blocks, head = model.split(plan.leaves)
     compiled: dict[Any, Callable[[jax.Array], Params]] = {}
     trees = []
-    for i, (part, leaves) in enumerate(zip(parts, (embed, *blocks, head), strict=True)):
+    for i, (part, leaves) in enumerate(zip(model.parts, (embed, *blocks, head), strict=True)):
         kind = part.init, tuple((leaf.storage_shape, leaf.opt_spec) for leaf in jax.tree.leaves(leaves))
         if kind not in compiled:
             compiled[kind] = _compiled_init(part.init, leaves, plan)
@@ -104,6 +103,8 @@ def _shardings(tree: Any) -> Any:
 def reshard(state: TrainState, plan: Plan) -> TrainState:
     """The same state under another plan, every bit kept: another strategy, mesh or set of devices.
 
+    The old state stays valid: no buffer is shared, so a step that donates one leaves the other alone.
+
     Args:
       state: a live state under any plan of the same model.
       plan: the new one.
@@ -125,4 +126,4 @@ def reshard(state: TrainState, plan: Plan) -> TrainState:
 def _move(x: jax.Array, true: jax.ShapeDtypeStruct, stored: jax.ShapeDtypeStruct) -> jax.Array:
     if x.shape != stored.shape:
         x = jax.jit(lambda x: to_storage(to_true(x, true), stored))(x)
-    return jax.device_put(x, stored.sharding)
+    return jax.device_put(x, stored.sharding, may_alias=False)

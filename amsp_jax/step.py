@@ -102,7 +102,7 @@ def make_update_fn(
 
     def update(state: TrainState, grads: Params, sums: LossSums) -> tuple[TrainState, StepMetrics]:
         # A global batch without a valid token has gradient zero, not 0/0.
-        scale = 1.0 / jnp.maximum(sums.weight, 1.0)
+        scale = jnp.where(sums.weight > 0, 1.0 / jnp.where(sums.weight > 0, sums.weight, 1.0), 0.0)
         grads = jax.tree.map(lambda g: g * scale, to_true(grads, true.params))
         params = to_true(state.params, true.params)
         with jax.numpy_dtype_promotion("standard"):
@@ -233,11 +233,12 @@ def _accumulate(microbatch: Any, data: Any, peel: bool, shards: Params) -> tuple
         shapes = jax.eval_shape(run, shards, item(0))
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         return lax.scan(body, zeros, data)[0]
-    total = run(shards, item(0))
+    # Without a barrier: the first microbatch may start on the blocks whose once-a-step gathers have arrived.
+    total = microbatch(shards, item(0))
     if count > 2:
         total = lax.scan(body, total, jax.tree.map(lambda x: x[1:-1], data))[0]
     total, late_shards, last = lax.optimization_barrier((total, shards, item(-1)))
-    return _add(total, run(late_shards, last))
+    return _add(total, microbatch(late_shards, last))
 
 
 def _add(a: Any, b: Any) -> Any:

@@ -24,6 +24,9 @@ class DataRanks:
     per_node: int
     num_nodes: int = 1
 
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
     @property
     def total(self) -> int:
         """Number of data-parallel ranks."""
@@ -76,6 +79,9 @@ class PartialSharding:
     intra: int
     inter: int = 1
 
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
     def degree(self, ranks: DataRanks) -> Degree:
         """`intra x inter`."""
         del ranks
@@ -103,6 +109,9 @@ class RankSharding:
 
     count: int
 
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
     def degree(self, ranks: DataRanks) -> Degree:
         """count x 1 within a node, per_node x (count / per_node) beyond."""
         if ranks.per_node % self.count == 0:
@@ -110,7 +119,7 @@ class RankSharding:
         if self.count % ranks.per_node == 0 and ranks.num_nodes % (self.count // ranks.per_node) == 0:
             return Degree(ranks.per_node, self.count // ranks.per_node)
         raise UserError(
-            f"a copy over {self.count} ranks, nodes filled first, does not fit {ranks}: the count must divide "
+            f"a sharding over {self.count} ranks, nodes filled first, does not fit {ranks}: the count must divide "
             f"{ranks.per_node}, or be {ranks.per_node} times a divisor of {ranks.num_nodes}. "
             f"Nearest: {_list(_nearest(_rank_counts(ranks), self.count))}"
         )
@@ -332,7 +341,15 @@ def _rank_counts(ranks: DataRanks) -> list[int]:
 
 
 def _nearest(choices: list[int], wanted: int) -> list[int]:
-    return sorted(sorted(choices, key=lambda c: abs(c - wanted))[:3])
+    """The two below and the one above."""
+    return [c for c in choices if c <= wanted][-2:] + [c for c in choices if c > wanted][:1]
+
+
+def _check_positive(sizes: DataRanks | PartialSharding | RankSharding) -> None:
+    for field in dataclasses.fields(sizes):
+        value = getattr(sizes, field.name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UserError(f"{type(sizes).__name__}: {field.name}={value!r} must be an integer of at least 1")
 
 
 def _list(numbers: list[int]) -> str:

@@ -74,10 +74,14 @@ def batches(vocab: int = 61, rows: int = ROWS, seq: int = SEQ, steps: int = STEP
     return result
 
 
+def split(batch: dict[str, np.ndarray], accumulation: int) -> dict[str, np.ndarray]:
+    """[rows, ...] as [microbatches, rows, ...]."""
+    return {k: v.reshape(accumulation, -1, *v.shape[1:]) for k, v in batch.items()}
+
+
 def placed(plan: Plan, batch: dict[str, np.ndarray], accumulation: int) -> dict[str, jax.Array]:
-    """[rows, ...] as [microbatches, rows, ...] at the plan's batch sharding."""
-    split = {k: v.reshape(accumulation, -1, *v.shape[1:]) for k, v in batch.items()}
-    return jax.device_put(split, plan.batch_sharding)
+    """The batch in microbatches, on the plan's devices."""
+    return plan.place(split(batch, accumulation))
 
 
 class Run:

@@ -1,19 +1,19 @@
-"""The compiled program holds the collectives of the design and no other: kind, group, bytes, count, in the loop or not."""
+"""The compiled step holds the collectives of the design and no others: kind, group, shape, count, in a loop or not."""
 
 import re
 from collections import Counter
 
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-
-import hlo
 import oracle
+import pytest
+from oracle import RANKS, plan_for
+
 from amsp_jax.state import abstract_state
 from amsp_jax.step import StepSettings, make_train_step
 from amsp_jax.strategy import all_degrees
-from oracle import RANKS, plan_for
 
 STRATEGIES = [
     "ddp",
@@ -113,7 +113,7 @@ def test_dtypes_on_the_wire(reduce_dtype):
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "lion", "lamb"])
 def test_other_optimizers_move_no_whole_leaf(optimizer):
-    """What XLA adds for the optimizer stays below a leaf's bytes: norms and factored statistics, no gathers of matrices."""
+    """XLA adds norms and factored statistics for the optimizer, no gathers of matrices."""
     plan = plan_for("zero3", oracle.model("llama"))
     found = Counter((c.kind, c.groups, c.shape, c.in_loop) for c in hlo.collectives(compiled_text(plan, 1, optimizer)))
     extra = found - expected(plan, 1)

@@ -168,3 +168,23 @@ def test_evaluation_equals_the_training_loss():
     state = init_state(model, optimizer, plan, seed=3)
     sums = make_eval_step(model, plan, StepSettings())(state.params, oracle.placed(plan, batches()[0], 3))
     np.testing.assert_allclose(sums.loss / sums.weight, one_device("llama", "adamw")[0][0].loss, rtol=1e-5)
+
+
+def test_reshard_shares_no_buffer():
+    model, optimizer = oracle.model("llama"), oracle.optimizer("sgd")
+    plan = plan_for("zero3", model)
+    state = init_state(model, optimizer, plan, seed=3)
+    moved = reshard(state, plan)
+    make_train_step(model, optimizer, plan, StepSettings())(moved, plan.place(oracle.split(batches()[0], 1)), 0)
+    assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state))
+
+
+def test_weights_below_one_are_no_special_case():
+    """The mean loss does not depend on the unit in which tokens are weighted."""
+    model, optimizer = oracle.model("llama"), oracle.optimizer("sgd")
+    run = Run(model, plan_for("zero3", model))
+    light = [{**b, "weights": b["weights"] * np.float32(2.0**-20)} for b in batches()]
+    metrics, state = run.train(optimizer, light)
+    for row, expected in zip(metrics, one_device("llama", "sgd")[0], strict=True):
+        np.testing.assert_allclose([row.loss, row.grad_norm], [expected.loss, expected.grad_norm], rtol=1e-5)
+    assert_equal_states(state, one_device("llama", "sgd")[1], largest=True)

@@ -18,14 +18,22 @@ def metrics(loss: float) -> StepMetrics:
     return StepMetrics(loss=jnp.float32(loss), grad_norm=jnp.float32(2), num_tokens=jnp.float32(60), aux={})
 
 
+class Clock:
+    """Steps complete at the given times; the host reads `now`."""
+
+    def __init__(self, completions: list[float]) -> None:
+        self.now, self.completions = 100.0, iter(completions)
+
+
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [100.0]
-    monkeypatch.setattr(reporter.time, "perf_counter", lambda: now[0])
-    return now
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock([102.0, 106.0, 201.0])
+    monkeypatch.setattr(reporter.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(reporter, "_completion", lambda metrics: (metrics, next(clock.completions)))
+    return clock
 
 
-def test_rows_are_one_step_behind(tmp_path: Path, clock: list[float]) -> None:
+def test_rows_are_one_step_behind(tmp_path: Path, clock: Clock) -> None:
     numbers = ModelNumbers(num_params=1000, num_matmul_params=800, num_layers=2, attention_width=4)
     rates = np.array([0.1, 0.2, 0.3], np.float32)
     batch = batch_shape(8, 1, 2, 8)
@@ -33,16 +41,14 @@ def test_rows_are_one_step_behind(tmp_path: Path, clock: list[float]) -> None:
     report.start_clock()
     report.dispatched(1, metrics(1.5))
     assert read_rows(tmp_path / "metrics.jsonl") == []
-    clock[0] = 102.0
+    clock.now = 105.9  # The dispatch of the second step blocked for most of it.
     report.dispatched(2, metrics(1.25))
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1]
-    clock[0] = 106.0
     report.flush()
     report.flush()
-    clock[0] = 200.0  # A validation and a save.
+    clock.now = 200.0  # A validation and a save.
     report.start_clock()
     report.dispatched(3, metrics(1.0))
-    clock[0] = 201.0
     report.flush()
     report.close()
 

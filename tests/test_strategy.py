@@ -184,9 +184,13 @@ def test_text_that_is_no_strategy(text, parts):
         ),
         ("params=full grads=full opt_state=node", RANKS, ["grads=4x2 breaks", "between nodes"]),
         # More than the cluster has, and counts that fill no whole nodes.
-        ("mics(16)", RANKS, ["a copy over 16 ranks, nodes filled first, does not fit 2 nodes x 4", "Nearest: 2, 4, 8"]),
+        (
+            "mics(16)",
+            RANKS,
+            ["a sharding over 16 ranks, nodes filled first, does not fit 2 nodes x 4", "Nearest: 4, 8"],
+        ),
         ("mics(3)", RANKS, ["the count must divide 4, or be 4 times a divisor of 2", "Nearest: 1, 2, 4"]),
-        ("hpz(6)", DataRanks(4, 3), ["a copy over 6 ranks", "Nearest: 1, 2, 4"]),
+        ("hpz(6)", DataRanks(4, 3), ["a sharding over 6 ranks", "Nearest: 2, 4, 12"]),
     ],
 )
 def test_degrees_that_do_not_fit(text, ranks, parts):
@@ -201,9 +205,12 @@ def test_the_rule_is_in_the_message():
     assert "dependency rule (params divides grads divides opt_state divides data)" in said
 
 
-def test_python_degrees_are_checked_when_resolved():
-    with pytest.raises(UserError, match="0 does not divide"):
-        Strategy(params=PartialSharding(0), grads=FullSharding(), opt_state=FullSharding()).resolve(RANKS)
+@pytest.mark.parametrize(
+    "make", [lambda: PartialSharding(0), lambda: PartialSharding(4, -1), lambda: mics(0), lambda: DataRanks(0)]
+)
+def test_sizes_made_in_python_are_checked_at_once(make):
+    with pytest.raises(UserError, match="must be an integer of at least 1"):
+        make()
 
 
 def test_a_node_left_unfilled_is_a_warning():
