@@ -74,7 +74,7 @@ class BuiltModel:
 
 
 def run(main: Callable[[], None]) -> int:
-    """Calls `main` and returns the exit code: 0, or 2 after a `UserError`, printed as one line on stderr."""
+    """Calls `main` and returns the exit code: 0; after one line on stderr 2 for a `UserError`, 130 for Ctrl-C."""
     # Libraries that log through absl warn of settings that are ours, not the user's.
     logging.getLogger("absl").setLevel(logging.ERROR)
     try:
@@ -82,6 +82,9 @@ def run(main: Callable[[], None]) -> int:
     except UserError as error:
         print("error:", _one_line(error), file=sys.stderr)
         return 2
+    except KeyboardInterrupt as interrupt:
+        print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr)
+        return 130
     return 0
 
 

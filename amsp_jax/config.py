@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from amsp_jax.errors import UserError
+from amsp_jax.strategy import PRESETS
 
 DType = Literal["float32", "bfloat16"]
 
@@ -67,8 +68,18 @@ class TrainConfig:
             _check_least(name, getattr(self, name), 1)
         for name in _AT_LEAST_ZERO:
             _check_least(name, getattr(self, name), 0)
+        if self.strategy.strip().lower() == "auto":
+            raise UserError(
+                f"STRATEGY={self.strategy}: nothing chooses a strategy yet; name one of {', '.join(PRESETS)}"
+            )
         if self.seed > _MAX_SEED:
             raise UserError(f"SEED={self.seed}: it must be at most {_MAX_SEED}")
+        simulated = (self.simulated_nodes or 1) * (self.simulated_devices_per_node or 1)
+        if simulated > _MAX_SIMULATED:
+            raise UserError(
+                f"{simulated:,} simulated devices (SIMULATED_NODES x SIMULATED_DEVICES_PER_NODE) are more than the "
+                f"{_MAX_SIMULATED:,} that one host bears; simulate fewer"
+            )
         if self.clip_norm == 0:
             raise UserError(f"CLIP_NORM={self.clip_norm!r}: no gradient has that norm; None is no clipping")
         if self.stop_after is not None and self.stop_after > self.steps:
@@ -78,6 +89,10 @@ class TrainConfig:
 
 
 _MAX_SEED = (1 << 32) - 1
+# Far above what anyone trains, and the numbers of all steps still fit into memory.
+_MAX_COUNT = 100_000_000
+# A host runs out of threads and memory soon after.
+_MAX_SIMULATED = 1024
 _AT_LEAST_ONE = (
     *("steps", "global_batch", "microbatch", "seq_len", "keep_checkpoints", "eval_batches", "stop_after"),
     *("simulated_nodes", "simulated_devices_per_node", "devices_per_node"),
@@ -153,5 +168,8 @@ def _check_word(macro: str, value: Any) -> None:
 
 
 def _check_least(name: str, value: float | None, least: int) -> None:
+    if isinstance(value, int) and value > _MAX_COUNT and name != "seed":
+        raise UserError(f"{name.upper()}={value}: it must be at most {_MAX_COUNT:,}")
     if value is not None and not least <= value < math.inf:
-        raise UserError(f"{name.upper()}={value!r}: it must be a number of at least {least}")
+        finite = " and finite" if value == math.inf else ""
+        raise UserError(f"{name.upper()}={value!r}: it must be at least {least}{finite}")

@@ -99,6 +99,9 @@ MISTAKES = [
     (["--gin.DATA="], ["DATA is empty"]),
     (["--gin.STEPS=-3"], ["STEPS=-3", "at least 1"]),
     (["--gin.SEED=4294967296"], ["SEED=4294967296", "at most 4294967295"]),
+    (["--gin.STEPS=100000001"], ["STEPS=100000001", "at most 100,000,000"]),
+    (["--gin.SIMULATED_NODES=1000", "--gin.SIMULATED_DEVICES_PER_NODE=8"], ["8,000 simulated devices", "1,024"]),
+    (["--gin.STRATEGY=auto"], ["STRATEGY=auto", "yet", "zero3"]),
     (["--gin.SEED=-1"], ["SEED=-1", "at least 0"]),
     (["--gin.SIMULATED_NODES=0"], ["SIMULATED_NODES=0", "at least 1"]),
     (["--gin.LEARNING_RATE=1e999"], ["LEARNING_RATE='1e999'", "float"]),
@@ -139,7 +142,7 @@ def test_mistakes_on_the_command_line(
 
 BAD_FILES = [
     ("STRATEGY = zero3\n", ["bad.gin, line 1", "'zero3'", "quotes"]),
-    ("LEARNING_RATE = 1e999\n", ["LEARNING_RATE=inf", "a number"]),
+    ("LEARNING_RATE = 1e999\n", ["LEARNING_RATE=inf", "finite"]),
     ("\nPEEL = true\n", ["bad.gin, line 2", "'true'", "True, False, None"]),
     ("STEPS 3\n", ["bad.gin, line 1"]),
     ("STRATGY = 'zero3'\n", ["STRATGY", "did you mean STRATEGY?"]),
@@ -187,6 +190,14 @@ def test_the_quickstart_runs_on_this_many_devices(num_devices: int) -> None:
     config = load(f"--gin_file={cli.QUICKSTART}")
     batch_shape(config.global_batch, config.microbatch, num_devices, config.seq_len)
     assert config.seq_len % 8 == 0 and cli.build_model(config).vocab_size % 8 == 0
+
+
+def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt("the last checkpoint is runs/1")
+
+    assert cli.run(interrupted) == 130
+    assert capsys.readouterr().err == "interrupted: the last checkpoint is runs/1\n"
 
 
 def test_user_errors_name_the_thing() -> None:
