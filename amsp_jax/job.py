@@ -15,7 +15,7 @@ from amsp_jax.checkpoint import leaf_paths
 from amsp_jax.checks import BatchShape, batch_shape, require_compiled_memory, require_memory
 from amsp_jax.config import TrainConfig
 from amsp_jax.data import Datasets, TokenDataset, global_batch, open_dataset
-from amsp_jax.launch import Layout
+from amsp_jax.launch import Layout, process_0_first
 from amsp_jax.model import Batch, Model
 from amsp_jax.optimizer import Schedule, abstract_storage, make_optimizer, warmup_cosine
 from amsp_jax.plan import Plan, make_plan
@@ -73,6 +73,18 @@ def prepare(config: TrainConfig, model: Model, vocab_size: int, layout: Layout) 
     plan = make_plan(config.strategy, model.abstract_params(), ranks, layout.devices, config.compute_dtype)
     batch = batch_shape(config.global_batch, config.microbatch, ranks.total, config.seq_len)
     require_memory(plan, layout.memory_bytes)
+    optimizer = optimizer_of(config)
+    # Of several processes one trains the tokenizer and fills the cache.
+    datasets = process_0_first(
+        lambda: open_dataset(
+            config.data,
+            vocab_size=vocab_size,
+            seq_len=config.seq_len,
+            global_batch=config.global_batch,
+            seed=config.seed,
+            end_of_document=config.end_of_document,
+        )
+    )
     return Job(
         config=config,
         layout=layout,
@@ -80,16 +92,9 @@ def prepare(config: TrainConfig, model: Model, vocab_size: int, layout: Layout) 
         plan=plan,
         batch=batch,
         settings=step_settings(config),
-        optimizer=optimizer_of(config),
+        optimizer=optimizer,
         learning_rates=_learning_rates(config),
-        datasets=open_dataset(
-            config.data,
-            vocab_size=vocab_size,
-            seq_len=config.seq_len,
-            global_batch=config.global_batch,
-            seed=config.seed,
-            end_of_document=config.end_of_document,
-        ),
+        datasets=datasets,
     )
 
 

@@ -6,9 +6,12 @@ number of devices, the number of steps.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,38 +26,61 @@ IDENTITY = ("model", "model_overrides", "data", "end_of_document", "seed", "glob
 """The settings that make a run: with another value it is another run."""
 
 _RECORD = "run.json"
+_LOCK = ".lock"
 
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """A folder that this run may use; nothing is written before `create`.
+    """A folder that this run may use; nothing is written before `claimed`.
 
     Attributes:
       path: the folder.
       is_same_run: it already holds this run, which goes on from its last checkpoint.
+      is_numbered: the next free number; another command may take it first.
     """
 
     path: Path
     is_same_run: bool
+    is_numbered: bool = False
 
     @property
     def checkpoints(self) -> Path:
         """The folder of checkpoints."""
         return self.path / CHECKPOINTS
 
-    def create(self, config: TrainConfig) -> None:
-        """Makes the folder and records which run it holds."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.write(_RECORD, json.dumps(identity(config), indent=2) + "\n")
-        except OSError as error:
-            raise UserError(f"RUN_DIR={self.path} cannot be written: {error.strerror}; choose another folder") from None
+    @contextlib.contextmanager
+    def claimed(self, config: TrainConfig) -> Iterator[RunFolder]:
+        """Makes the folder, records which run it holds, and keeps other commands out until the context ends.
+
+        Raises:
+          UserError: it cannot be written, or another command was faster.
+        """
+        with contextlib.ExitStack() as stack:
+            with _writing(self.path):
+                folder = self._made()
+                stack.enter_context(_locked(folder.path))
+                if not self.is_same_run and (folder.path / _RECORD).exists():
+                    raise UserError(f"RUN_DIR={folder.path}: another command began a run there; choose another folder")
+            folder.write(_RECORD, json.dumps(identity(config), indent=2) + "\n")
+            yield folder
+
+    def _made(self) -> RunFolder:
+        folder = self
+        while folder.is_numbered:
+            try:
+                folder.path.mkdir(parents=True)
+                return folder
+            except FileExistsError:
+                folder = dataclasses.replace(self, path=_next_numbered(self.path.parent))
+        folder.path.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def write(self, name: str, text: str) -> None:
         """Writes one file of the folder, whole or not at all."""
         part = self.path / f".{name}.part"
-        part.write_text(text)
-        part.replace(self.path / name)
+        with _writing(self.path):
+            part.write_text(text)
+            part.replace(self.path / name)
 
 
 def identity(config: TrainConfig) -> dict[str, Any]:
@@ -69,14 +95,52 @@ def find_run_folder(config: TrainConfig) -> RunFolder:
       UserError: it holds a different run, or files that are no run.
     """
     if config.run_dir is None:
-        return RunFolder(_next_numbered(DEFAULT_PARENT), False)
+        _require_writable(DEFAULT_PARENT)
+        return RunFolder(_next_numbered(DEFAULT_PARENT), is_same_run=False, is_numbered=True)
     path = Path(config.run_dir)
     if path.exists() and not path.is_dir():
         raise UserError(f"RUN_DIR={path} is a file; name a folder")
+    _require_writable(path)
     if not path.is_dir() or not any(path.iterdir()):
-        return RunFolder(path, False)
+        return RunFolder(path, is_same_run=False)
     _require_same(path, _read_record(path), identity(config))
-    return RunFolder(path, True)
+    if (path / _LOCK).exists():
+        # Shared, so that the processes of one run do not find each other here.
+        with _locked(path, fcntl.LOCK_SH):
+            pass
+    return RunFolder(path, is_same_run=True)
+
+
+def _require_writable(path: Path) -> None:
+    """Finds out before the devices start, by a nameless file in the nearest folder that there is."""
+    with _writing(path):
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        with tempfile.TemporaryFile(dir=there):
+            pass
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"RUN_DIR={path} cannot be written: {error.strerror}; choose another folder") from None
+
+
+@contextlib.contextmanager
+def _locked(path: Path, mode: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """Holds the folder against other commands; the lock ends with the process, however that ends."""
+    with (path / _LOCK).open("a") as file:
+        try:
+            fcntl.flock(file, mode | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"RUN_DIR={path} is in use: another command trains there; wait for its end, or choose another folder"
+            ) from None
+        except OSError:
+            # A file system without locks: then it is up to the user.
+            pass
+        yield
 
 
 def _next_numbered(parent: Path) -> Path:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from amsp_jax.checkpoint import Checkpointer
 from amsp_jax.config import TrainConfig
@@ -22,7 +21,7 @@ from amsp_jax.data import Prefetcher
 from amsp_jax.errors import UserError
 from amsp_jax.generate import Sampling, generate, make_next_logits
 from amsp_jax.job import Job, TrainStep, Wanted, compile_step, params_alone, prepare, true_shapes, whole_state
-from amsp_jax.launch import Layout
+from amsp_jax.launch import Layout, from_process_0
 from amsp_jax.metrics import VALIDATION_FILE, ValidationRow, read_rows
 from amsp_jax.model import Model, Params
 from amsp_jax.plots import plot_losses
@@ -61,20 +60,21 @@ def train(
     """
     folder = find_run_folder(config)
     job = prepare(config, model, vocab_size, layout)
-    folder = _agree(folder)
     _say(str(job.plan), job.datasets.description, f"batch: {job.batch}", *notes)
     before = _own_checkpoint(folder, job)
     first, last = before.step if before else 0, config.stop_after or config.steps
     if first >= last:
         _say(f"{folder.path} is at step {first} already: nothing to do until {_last_name(config)} is more than {last}")
         return folder.path
+    if folder.is_same_run and not before:
+        _say(f"{folder.path} has no complete checkpoint: starts from the beginning")
     weights = _foreign_checkpoint(config.init_from, job) if config.init_from and not before else None
 
     step = compile_step(job)
     state = _continue(job, before) if before else _fresh(job, weights)
-    _on_process_0(lambda: _write_folder(folder, job, files or {}))
-    state = _loop(job, step, state, first, last, folder)
-    _finish(job, state, folder, last)
+    with _claimed(folder, job, files or {}) as folder, _interruptible(folder):
+        state = _loop(job, step, state, first, last, folder)
+        _finish(job, state, folder, last)
     return folder.path
 
 
@@ -159,12 +159,32 @@ def _meta(job: Job) -> dict[str, Any]:
     }
 
 
-def _write_folder(folder: RunFolder, job: Job, files: Mapping[str, str]) -> None:
-    folder.create(job.config)
-    for name, text in {**files, "plan.txt": f"{job.plan}\n"}.items():
-        folder.write(name, text)
-    if job.datasets.tokenizer is not None:
-        folder.write(TOKENIZER_FILE, job.datasets.tokenizer.to_json())
+@contextlib.contextmanager
+def _claimed(folder: RunFolder, job: Job, files: Mapping[str, str]) -> Iterator[RunFolder]:
+    """The folder as process 0 made it, with its first files, held against other commands."""
+    with contextlib.ExitStack() as stack:
+
+        def claim() -> str:
+            mine = stack.enter_context(folder.claimed(job.config))
+            for name, text in {**files, "plan.txt": f"{job.plan}\n"}.items():
+                mine.write(name, text)
+            if job.datasets.tokenizer is not None:
+                mine.write(TOKENIZER_FILE, job.datasets.tokenizer.to_json())
+            return str(mine.path)
+
+        yield dataclasses.replace(folder, path=Path(from_process_0(claim)))
+
+
+@contextlib.contextmanager
+def _interruptible(folder: RunFolder) -> Iterator[None]:
+    """Adds to a Ctrl-C what the person who pressed it wants to know."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        there = folder.checkpoints.is_dir()
+        step = Checkpointer(folder.checkpoints, keep=None).latest_step() if there else None
+        saved = "no checkpoint yet" if step is None else f"the last checkpoint is {folder.checkpoints / str(step)}"
+        raise KeyboardInterrupt(f"{saved}; --gin.RUN_DIR={folder.path} goes on from there") from None
 
 
 def _loop(job: Job, step: TrainStep, state: TrainState, first: int, last: int, folder: RunFolder) -> TrainState:
@@ -230,11 +250,14 @@ def _make_validation(job: Job, reporter: Reporter) -> Callable[[int, Params], No
 def _finish(job: Job, state: TrainState, folder: RunFolder, last: int) -> None:
     """What a person wants to see at the end."""
     if last < job.config.steps:
-        _say(f"stopped and saved at step {last} of {job.config.steps}; the same command without STOP_AFTER goes on")
+        _say(
+            f"stopped and saved at step {last} of {job.config.steps}; "
+            f"without STOP_AFTER, --gin.RUN_DIR={folder.path} goes on from there"
+        )
     else:
-        _on_process_0(lambda: _say_validation(folder))
+        from_process_0(lambda: _say_validation(folder))
         _say_sample(job, state.params)
-    _on_process_0(lambda: _say(f"run folder: {folder.path}", f"loss curve: {plot_losses(folder.path)}"))
+    from_process_0(lambda: _say(f"run folder: {folder.path}", f"loss curve: {plot_losses(folder.path)}"))
 
 
 def _say_validation(folder: RunFolder) -> None:
@@ -255,29 +278,6 @@ def _say_sample(job: Job, params: Params) -> None:
     _say("sample, the prompt before the bar:", f"{tokenizer.decode(prompt)}|{text}")
 
 
-def _agree(folder: RunFolder) -> RunFolder:
-    """Process 0's choice: a number under runs/ may be taken between two looks."""
-    if jax.process_count() == 1:
-        return folder
-    path = np.zeros(4096, np.uint8)
-    text = str(folder.path).encode()
-    path[: len(text)] = np.frombuffer(text, np.uint8)
-    chosen = np.asarray(multihost_utils.broadcast_one_to_all(path)).tobytes().rstrip(b"\0").decode()
-    return dataclasses.replace(folder, path=Path(chosen))
-
-
-def _is_process_0() -> bool:
-    return jax.process_index() == 0
-
-
-def _on_process_0(action: Callable[[], object]) -> None:
-    """Runs `action` on process 0 while the others wait."""
-    if _is_process_0():
-        action()
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("process 0 is done")
-
-
 def _say(*lines: str) -> None:
-    if _is_process_0():
+    if jax.process_index() == 0:
         print(*lines, sep="\n", flush=True)
