@@ -1,5 +1,6 @@
 """What the README says is so: its Python runs, its presets are those of the program, its links lead somewhere."""
 
+import math
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from amsp_jax import PRESETS, DataRanks, make_plan, parse
+from amsp_jax.mesh import ROLES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -44,19 +46,39 @@ def test_every_preset_is_in_the_table() -> None:
     assert {name.split("(")[0] for name, _ in preset_rows()} == {*PRESETS, PICTURE}
 
 
+def collectives(cell: str, numbers: dict[str, int]) -> dict[str, float]:
+    """{kind: devices in a group} of `2 all-gathers and a reduce-scatter over N/k`."""
+    groups = {}
+    for piece in filter(None, cell.split(", ")):
+        kinds, _, group = piece.partition(" over ")
+        groups.update(dict.fromkeys(re.findall(r"all-gather|reduce-scatter|all-reduce", kinds), eval(group, numbers)))
+    return groups
+
+
 @pytest.mark.parametrize(("name", "cells"), preset_rows())
 def test_a_preset_is_the_point_that_the_table_says(name: str, cells: list[str]) -> None:
-    params, grads, opt_state, formula = (cell.strip("`") for cell in cells[:4])
-    words = {"k": str(K)}
-    text = " ".join(
-        f"{part}={words.get(word, word)}"
-        for part, word in {"params": params, "grads": grads, "opt_state": opt_state}.items()
-    )
-    assert parse(name) == parse(text)
+    *shardings, formula, every_microbatch, once = (cell.strip("`") for cell in cells)
+    words = (str(K) if word == "k" else word for word in shardings)
+    assert parse(name) == parse("params={} grads={} opt_state={}".format(*words))
+
     size = 64
     plan = make_plan(name, {"w": jax.ShapeDtypeStruct((size,), jnp.float32)}, RANKS)
     numbers = {"phi": size, "N": RANKS.total, "n": RANKS.per_node, "k": K}
     assert plan.bytes_per_device().total == eval(formula.replace("Φ", "*phi"), numbers)
+
+    axes = plan.axes
+    group = {role: math.prod(plan.mesh.shape[a] for a in getattr(axes, role)) for role in ROLES}
+    param, grad, opt, replica = (group[role] for role in ("param", "grad", "opt", "replica"))
+    expected = {"all-gather": param, "reduce-scatter": param * grad}
+    assert collectives(every_microbatch, numbers) == {kind: n for kind, n in expected.items() if n > 1}
+    expected = {"reduce-scatter": opt, "all-gather": grad * opt, "all-reduce": replica}
+    assert collectives(once, numbers) == {kind: n for kind, n in expected.items() if n > 1}
+
+
+def test_every_design_note_is_in_the_index() -> None:
+    folder = ROOT / "docs" / "design"
+    listed = set(re.findall(r"\]\((\w+\.md)\)", (folder / "README.md").read_text()))
+    assert listed == {path.name for path in folder.glob("*.md")} - {"README.md"}
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/design/README.md"])
