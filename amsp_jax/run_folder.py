@@ -105,8 +105,7 @@ def find_run_folder(config: TrainConfig) -> RunFolder:
         return RunFolder(path, is_same_run=False)
     _require_same(path, _read_record(path), identity(config))
     if (path / _LOCK).exists():
-        # Shared, so that the processes of one run do not find each other here.
-        with _locked(path, fcntl.LOCK_SH):
+        with _locked(path):
             pass
     return RunFolder(path, is_same_run=True)
 
@@ -128,11 +127,11 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, mode: int = fcntl.LOCK_EX) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[None]:
     """Holds the folder against other commands; the lock ends with the process, however that ends."""
     with (path / _LOCK).open("a") as file:
         try:
-            fcntl.flock(file, mode | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
                 f"RUN_DIR={path} is in use: another command trains there; wait for its end, or choose another folder"

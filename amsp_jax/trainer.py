@@ -58,7 +58,7 @@ def train(
     Raises:
       UserError: anything that cannot work, before a file is written.
     """
-    folder = find_run_folder(config)
+    folder = _find_folder(config)
     job = prepare(config, model, vocab_size, layout)
     _say(str(job.plan), job.datasets.description, f"batch: {job.batch}", *notes)
     before = _own_checkpoint(folder, job)
@@ -76,6 +76,17 @@ def train(
         state = _loop(job, step, state, first, last, folder)
         _finish(job, state, folder, last)
     return folder.path
+
+
+def _find_folder(config: TrainConfig) -> RunFolder:
+    """Process 0's choice, as a folder may change between two looks."""
+
+    def find() -> tuple[str, bool, bool]:
+        found = find_run_folder(config)
+        return str(found.path), found.is_same_run, found.is_numbered
+
+    path, is_same_run, is_numbered = from_process_0(find)
+    return RunFolder(Path(path), is_same_run, is_numbered)
 
 
 def _last_name(config: TrainConfig) -> str:
@@ -183,8 +194,11 @@ def _interruptible(folder: RunFolder) -> Iterator[None]:
     except KeyboardInterrupt:
         there = folder.checkpoints.is_dir()
         step = Checkpointer(folder.checkpoints, keep=None).latest_step() if there else None
-        saved = "no checkpoint yet" if step is None else f"the last checkpoint is {folder.checkpoints / str(step)}"
-        raise KeyboardInterrupt(f"{saved}; --gin.RUN_DIR={folder.path} goes on from there") from None
+        again = f"--gin.RUN_DIR={folder.path}"
+        if step is None:
+            raise KeyboardInterrupt(f"no checkpoint yet; {again} starts from the beginning") from None
+        saved = folder.checkpoints / str(step)
+        raise KeyboardInterrupt(f"the last checkpoint is {saved}; {again} goes on from there") from None
 
 
 def _loop(job: Job, step: TrainStep, state: TrainState, first: int, last: int, folder: RunFolder) -> TrainState:

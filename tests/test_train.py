@@ -104,7 +104,7 @@ def test_the_step_is_traced_once(finished: Finished) -> None:
 
 def test_a_run_leaves_what_it_should(finished: Finished) -> None:
     assert [row["step"] for row in finished.rows] == [1, 2, 3, 4, 5, 6]
-    assert [row["learning_rate"] for row in finished.rows[:3]] == pytest.approx([0, 0.005, 0.01])
+    assert [row["learning_rate"] for row in finished.rows[:3]] == pytest.approx([0.005, 0.0075, 0.01])
     for row in finished.rows:
         assert 0 < row["num_tokens"] <= 16 * 16 and row["grad_norm"] > 0
         assert row["tokens_per_s"] == pytest.approx(16 * 16 / row["step_time_s"])
@@ -171,6 +171,38 @@ def test_other_steps_are_a_note(
     out = capsys.readouterr().out
     assert "STEPS was 6 and is 9: the learning rate now follows the new schedule" in out
     assert f"saved under '{STRATEGY}' on 2 nodes x 4 data ranks" in out
+
+
+def test_ctrl_c_says_where_the_run_goes_on(
+    corpus: Path, finished: Finished, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatched = trainer.Reporter.dispatched
+
+    def interrupted(self: trainer.Reporter, number: int, *rest: Any) -> None:
+        if number == 5:
+            raise KeyboardInterrupt
+        dispatched(self, number, *rest)
+
+    argv = [*MICRO, f"--gin.DATA={corpus}", "--gin.RUN_DIR=run", f"--gin.STRATEGY={STRATEGY}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Reporter, "dispatched", interrupted)
+        assert train.main([*argv, "--gin.CHECKPOINT_EVERY=3"]) == 130
+    expected = "interrupted: the last checkpoint is run/checkpoints/3; --gin.RUN_DIR=run goes on from there\n"
+    assert capsys.readouterr().err == expected
+    assert losses(run(corpus, "run")) == losses(finished.rows)
+
+
+def test_a_run_whose_checkpoints_are_gone(
+    corpus: Path, finished: Finished, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished.path, "run")
+    for step in Path("run/checkpoints").iterdir():
+        shutil.rmtree(step)
+    monkeypatch.setattr(trainer, "compile_step", lambda job: None)
+    monkeypatch.setattr(trainer, "_loop", lambda job, step, state, *rest: state)
+    monkeypatch.setattr(trainer, "_finish", lambda *args: None)
+    run(corpus, "run")
+    assert "run has no complete checkpoint: starts from the beginning" in capsys.readouterr().out
 
 
 def test_generate_on_other_devices(finished: Finished) -> None:
