@@ -62,7 +62,7 @@ def block_bytes(args: argparse.Namespace) -> int:
 
 def default_flags(args: argparse.Namespace) -> str:
     gather = block_bytes(args)
-    group = max(args.devices or 4, 2)
+    group = args.devices or len(list(Path("/dev").glob("nvidia[0-9]*")))
     scatter = gather // group * (2 if args.reduce_dtype == "float32" else 1)
     names = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": gather}
     return " ".join(f"--xla_gpu_{k}_combine_threshold_bytes={v}" for k, v in names.items())
