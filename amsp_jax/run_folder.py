@@ -97,9 +97,7 @@ def find_run_folder(config: TrainConfig) -> RunFolder:
     if config.run_dir is None:
         _require_writable(DEFAULT_PARENT)
         return RunFolder(_next_numbered(DEFAULT_PARENT), is_same_run=False, is_numbered=True)
-    path = Path(config.run_dir)
-    if path.exists() and not path.is_dir():
-        raise UserError(f"RUN_DIR={path} is a file; name a folder")
+    path = Path(config.run_dir).expanduser()
     _require_writable(path)
     if not path.is_dir() or not any(path.iterdir()):
         return RunFolder(path, is_same_run=False)
@@ -113,6 +111,8 @@ def find_run_folder(config: TrainConfig) -> RunFolder:
 def _require_writable(path: Path) -> None:
     """Finds out before the devices start, by a nameless file in the nearest folder that there is."""
     with _writing(path):
+        if path.exists() and not path.is_dir():
+            raise UserError(f"RUN_DIR={path} is a file; name a folder")
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         with tempfile.TemporaryFile(dir=there):
             pass

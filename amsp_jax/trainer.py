@@ -129,12 +129,14 @@ def _own_checkpoint(folder: RunFolder, job: Job) -> _Saved | None:
 
 def _foreign_checkpoint(init_from: str, job: Job) -> _Saved:
     """The weights that INIT_FROM names: of a run folder's newest checkpoint, or of one of them."""
-    path, wanted = Path(init_from), params_alone(job.model, job.plan)
+    path, wanted = Path(init_from).expanduser(), params_alone(job.model, job.plan)
     saved: _Saved | None = None
-    if (path / CHECKPOINTS).is_dir():
-        saved = _open(path / CHECKPOINTS, None, wanted)
-    elif path.is_dir() and path.name.isdecimal():
-        saved = _open(path.parent, int(path.name), wanted)
+    # What cannot even be looked at has no checkpoint either.
+    with contextlib.suppress(OSError):
+        if (path / CHECKPOINTS).is_dir():
+            saved = _open(path / CHECKPOINTS, None, wanted)
+        elif path.is_dir() and path.name.isdecimal():
+            saved = _open(path.parent, int(path.name), wanted)
     if saved is None:
         raise UserError(
             f"INIT_FROM={path} has no complete checkpoint; name a run folder, or a step in its {CHECKPOINTS}"

@@ -205,6 +205,11 @@ def test_token_files(tmp_path, name):
     np.testing.assert_array_equal(rows["weights"] == 0, rows["tokens"] == 49)
 
 
+def test_a_name_that_cannot_be(tmp_path):
+    with pytest.raises(UserError, match="cannot be reached: File name too long"):
+        open_small("x" * 300, tmp_path)
+
+
 def test_an_end_of_document_that_cannot_be(tmp_path):
     np.save(tmp_path / "ids.npy", np.arange(40) % 50)
     with pytest.raises(UserError, match="end of document 50 is not in the vocabulary, ids 0 to 49"):

@@ -61,6 +61,16 @@ def test_a_folder_that_cannot_be_made() -> None:
             find_run_folder(config(run_dir))
 
 
+def test_a_name_that_cannot_be() -> None:
+    with pytest.raises(UserError, match="File name too long"):
+        find_run_folder(config("x" * 300))
+
+
+def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_run_folder(config("~/run")).path == tmp_path / "run"
+
+
 def test_what_happens_inside_is_not_the_folders_fault() -> None:
     with pytest.raises(OSError, match="full"), find_run_folder(config("run")).claimed(config("run")):
         raise OSError(28, "disk full")

@@ -92,7 +92,11 @@ def existing(data: str) -> Path:
       UserError: nothing is there.
     """
     path = Path(data).expanduser()
-    if not path.exists():
+    try:
+        there = path.exists()
+    except OSError as error:
+        raise UserError(f"data {data!r} cannot be reached: {error.strerror}.") from error
+    if not there:
         raise UserError(
             f"data {data!r} does not exist (looked at {path.absolute()}). Give {STDLIB!r}, a folder of text files, a "
             ".jsonl, .npy or .bin file."
