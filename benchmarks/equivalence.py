@@ -3,8 +3,9 @@
     python benchmarks/equivalence.py                # every device there is, in float32 and in bfloat16
     python benchmarks/equivalence.py --devices 4    # simulated on a CPU
 
-A LLaMA of 4 layers trains 6 steps on random tokens under several strategies, and its losses, and parameters are compared with those of one device; the first run is repeated to show what two runs of one program
-differ by. float32 runs with float32 matrix products (no TF32) and XLA attention, bfloat16 with cuDNN's.
+A LLaMA of 4 layers trains 6 steps on random tokens under several strategies; losses, gradient norms and parameters are
+compared with those of one device. The first run is repeated: by how much do two runs of one program differ?
+float32 runs with float32 matrix products (no TF32) and XLA attention, bfloat16 with cuDNN's.
 """
 
 import argparse
