@@ -17,6 +17,7 @@ from amsp_jax import xla_flags
 from amsp_jax.errors import UserError
 from amsp_jax.launch import environment, setup
 from amsp_jax.launch.accelerator import count_gpus, find_platform
+from amsp_jax.launch.environment import _git_commit
 from amsp_jax.launch.grid import real_grid, share_gpus
 from amsp_jax.launch.processes import Processes, find_processes
 from amsp_jax.launch.rendezvous import Facts, meet
@@ -401,3 +402,18 @@ def test_a_lone_process_says_that_it_is_alone():
     _, err = child.communicate(timeout=30)
     assert child.returncode == 2
     assert err.splitlines()[-1].startswith("1 of 2 processes came within")
+
+
+def test_the_commit_is_that_of_the_source_wherever_the_run_starts(tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "module.py").write_text("")
+    for command in (["init", "-q"], ["add", "module.py"], ["commit", "-q", "-m", "first"]):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *command], cwd=source, check=True)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    commit = _git_commit(source / "module.py")
+    assert commit is not None and len(commit) == 40
+    (source / "module.py").write_text("changed")
+    assert _git_commit(source / "module.py") == f"{commit}+changes"
+    assert _git_commit(tmp_path / "elsewhere" / "module.py") is None
