@@ -24,6 +24,7 @@ RUNS = [("zero3", 1), ("zero3", 1), ("zero3", 3), ("ddp", 3), ("zero1", 3), ("ze
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--devices", type=int, default=0, help="simulate this many on a CPU")
+    p.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=("float32", "bfloat16"))
     args = p.parse_args()
     if args.devices:
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -31,7 +32,8 @@ def main() -> None:
 
     if args.devices:
         jax.config.update("jax_num_cpu_devices", args.devices)
-    for dtype, attention in (("float32", "xla"), ("bfloat16", "xla" if args.devices else "cudnn")):
+    for dtype in args.dtypes:
+        attention = "xla" if dtype == "float32" or args.devices else "cudnn"
         with jax.default_matmul_precision("float32"):
             compare(dtype, attention)
 
