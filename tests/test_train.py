@@ -26,7 +26,7 @@ from amsp_jax.metrics import read_rows
 MICRO = [
     "--gin.MODEL=llama-tiny",
     "--gin.MODEL_OVERRIDES={'num_layers':1,'hidden':16,'ffn':32,'num_heads':2,'num_kv_heads':2,'vocab_size':258}",
-    *("--gin.SEQ_LEN=16", "--gin.GLOBAL_BATCH=16", "--gin.MICROBATCH=2", "--gin.STEPS=6", "--gin.WARMUP_STEPS=2"),
+    *("--gin.SEQ_LEN=16", "--gin.GLOBAL_BATCH=16", "--gin.MICROBATCH=2", "--gin.STEPS=10", "--gin.WARMUP_STEPS=2"),
     *("--gin.COMPUTE_DTYPE=float32", "--gin.EVAL_BATCHES=2", "--gin.LEARNING_RATE=0.01"),
 ]
 STRATEGY = "params=replica grads=node opt_state=full"
@@ -83,7 +83,7 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A whole run of 6 steps, and the functions that jax traced in it."""
+    """A whole run of 10 steps, and the functions that jax traced in it."""
     path = tmp_path_factory.mktemp("finished") / "run"
     traced: list[str] = []
 
@@ -93,7 +93,7 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        rows = run(corpus, path, "--gin.EVAL_EVERY=3", "--gin.CHECKPOINT_EVERY=3")
+        rows = run(corpus, path, "--gin.EVAL_EVERY=5", "--gin.CHECKPOINT_EVERY=5")
     jax.monitoring.unregister_event_duration_listener(listen)
     return Finished(path, rows, out.getvalue(), traced)
 
@@ -103,7 +103,7 @@ def test_the_step_is_traced_once(finished: Finished) -> None:
 
 
 def test_a_run_leaves_what_it_should(finished: Finished) -> None:
-    assert [row["step"] for row in finished.rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in finished.rows] == list(range(1, 11))
     assert [row["learning_rate"] for row in finished.rows[:3]] == pytest.approx([0.005, 0.0075, 0.01])
     for row in finished.rows:
         assert 0 < row["num_tokens"] <= 16 * 16 and row["grad_norm"] > 0
@@ -111,11 +111,11 @@ def test_a_run_leaves_what_it_should(finished: Finished) -> None:
         assert row["tokens_per_s_per_device"] == pytest.approx(row["tokens_per_s"] / 8)
         assert row["mfu"] is None and row["peak_memory_bytes"] is None and row["tflops_per_device"] > 0
     validation = read_rows(finished.path / "validation.jsonl")
-    assert [row["step"] for row in validation] == [0, 3, 6]
+    assert [row["step"] for row in validation] == [0, 5, 10]
     assert validation[-1]["loss"] < validation[0]["loss"]
     files = ("config.gin", "operative_config.gin", "plan.txt", "environment.json", "tokenizer.json", "loss.png")
     assert all((finished.path / name).stat().st_size > 0 for name in files)
-    assert sorted(p.name for p in (finished.path / "checkpoints").iterdir()) == ["3", "6"]
+    assert sorted(p.name for p in (finished.path / "checkpoints").iterdir()) == ["10", "5"]
     assert json.loads((finished.path / "environment.json").read_text())["num_devices"] == 8
     for text in (
         (finished.path / "plan.txt").read_text(),
@@ -129,7 +129,7 @@ def test_a_run_leaves_what_it_should(finished: Finished) -> None:
         assert text in finished.output
 
 
-@pytest.mark.parametrize(("strategy", "microbatch"), [("ddp", 1), ("zero3", 2)])
+@pytest.mark.parametrize(("strategy", "microbatch"), [("ddp", 1), ("zero3", 2), ("mics(4)", 2), ("hfsdp(2)", 1)])
 def test_strategies_give_equal_numbers(strategy: str, microbatch: int, corpus: Path, finished: Finished) -> None:
     rows = run(corpus, "run", f"--gin.MICROBATCH={microbatch}", strategy=strategy)
     for name in ("loss", "grad_norm", "num_tokens"):
@@ -137,26 +137,26 @@ def test_strategies_give_equal_numbers(strategy: str, microbatch: int, corpus: P
 
 
 def test_a_resumed_run_is_the_same_run(corpus: Path, finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
-    first = run(corpus, "run", "--gin.EVAL_EVERY=3", "--gin.STOP_AFTER=3")
-    assert losses(first) == losses(finished.rows[:3])
-    assert "stopped and saved at step 3 of 6" in capsys.readouterr().out
+    first = run(corpus, "run", "--gin.EVAL_EVERY=5", "--gin.STOP_AFTER=5")
+    assert losses(first) == losses(finished.rows[:5])
+    assert "stopped and saved at step 5 of 10" in capsys.readouterr().out
     shutil.copytree("run", "other")
 
-    rows = run(corpus, "run", "--gin.EVAL_EVERY=3")
-    assert f"goes on from {Path('run/checkpoints/3').absolute()}, saved under '{STRATEGY}'" in capsys.readouterr().out
+    rows = run(corpus, "run", "--gin.EVAL_EVERY=5")
+    assert f"goes on from {Path('run/checkpoints/5').absolute()}, saved under '{STRATEGY}'" in capsys.readouterr().out
     for name in ("step", "loss", "grad_norm", "learning_rate", "num_tokens"):
         assert [row[name] for row in rows] == [row[name] for row in finished.rows]
     assert read_rows("run/validation.jsonl") == read_rows(finished.path / "validation.jsonl")
 
-    rows = run(corpus, "other", "--gin.EVAL_EVERY=3", strategy="zero3")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    rows = run(corpus, "other", "--gin.EVAL_EVERY=5", strategy="zero3")
+    assert [row["step"] for row in rows] == list(range(1, 11))
     np.testing.assert_allclose(losses(rows), losses(finished.rows), rtol=1e-5)
 
 
 def test_a_finished_run_has_nothing_to_do(corpus: Path, finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
     before = (finished.path / "metrics.jsonl").read_text()
     run(corpus, finished.path)
-    assert "is at step 6 already: nothing to do until STEPS is more than 6" in capsys.readouterr().out
+    assert "is at step 10 already: nothing to do until STEPS is more than 10" in capsys.readouterr().out
     assert (finished.path / "metrics.jsonl").read_text() == before
 
 
@@ -167,9 +167,9 @@ def test_other_steps_are_a_note(
     monkeypatch.setattr(trainer, "compile_step", lambda job: None)
     monkeypatch.setattr(trainer, "_loop", lambda job, step, state, *rest: state)
     monkeypatch.setattr(trainer, "_finish", lambda *args: None)
-    run(corpus, "run", "--gin.STEPS=9", strategy="zero1")
+    run(corpus, "run", "--gin.STEPS=12", strategy="zero1")
     out = capsys.readouterr().out
-    assert "STEPS was 6 and is 9: the learning rate now follows the new schedule" in out
+    assert "STEPS was 10 and is 12: the learning rate now follows the new schedule" in out
     assert f"saved under '{STRATEGY}' on 2 nodes x 4 data ranks" in out
 
 
@@ -217,7 +217,7 @@ def test_generate_on_other_devices(finished: Finished) -> None:
 def test_init_from_takes_the_weights_alone(
     corpus: Path, finished: Finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    saved = finished.path / "checkpoints" / "3"
+    saved = finished.path / "checkpoints" / "5"
     run(corpus, "run", f"--gin.INIT_FROM={saved}", "--gin.STOP_AFTER=1", "--gin.OPTIMIZER=sgd")
     assert f"the weights are those of {saved}" in capsys.readouterr().out
     validation = read_rows("run/validation.jsonl")
