@@ -84,10 +84,12 @@ def require_memory(plan: Plan, memory_bytes: int) -> None:
     """
     need = plan.bytes_per_device()
     if need.total > memory_bytes:
+        is_full = plan.degrees.params.total == plan.degrees.ranks.total
+        shard_more = "" if is_full else "shard more (STRATEGY=zero3), "
         raise UserError(
             f"strategy '{plan.strategy}' needs {_gib(need.total)} on each device before activations "
             f"(P {_gib(need.params)}, G {_gib(need.grads)}, master {_gib(need.master)}, moments {_gib(need.moments)}), "
-            f"and a device has {_gib(memory_bytes)}; shard more (STRATEGY=zero3), use more devices or a smaller MODEL"
+            f"and a device has {_gib(memory_bytes)}; {shard_more}use more devices or a smaller MODEL"
         )
 
 

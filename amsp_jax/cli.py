@@ -134,9 +134,9 @@ def find_gin_file(name: str) -> Path:
         if path.is_file():
             return path
     there = [str(p.relative_to(REPOSITORY)) for p in sorted((REPOSITORY / "configs").rglob("*.gin"))]
+    folders = " or ".join(dict.fromkeys((str(Path.cwd()), str(REPOSITORY))))
     raise UserError(
-        f"--gin_file={name}: no such file in {Path.cwd()} or {REPOSITORY}{did_you_mean(name, there)}; "
-        f"there are {', '.join(there)}"
+        f"--gin_file={name}: no such file in {folders}{did_you_mean(name, there)}; there are {', '.join(there)}"
     )
 
 
@@ -221,7 +221,8 @@ def help_text() -> str:
             "python train.py [--gin_file=FILE]... [--gin.NAME=VALUE]...",
             "                [--coordinator HOST:PORT --num_processes N --process_id I]",
             "",
-            f"Without an argument it runs {QUICKSTART}. A later file or flag wins over an earlier one.",
+            f"Without --gin_file it starts from {QUICKSTART}, whose values come before the defaults below. A later file or",
+            "flag wins over an earlier one.",
             "",
             "Settings, their defaults (configs/base.gin) and meaning:",
             *settings,

@@ -327,7 +327,8 @@ def _table(plan: Plan) -> str:
     head += [f"warning   {w}" for w in plan.degrees.warnings]
     foot = [
         f"P: {plan.compute_dtype.name} copy kept for the step, none where P = OS; G: float32, while microbatches "
-        "accumulate; OS: float32 master and two moments"
+        "accumulate; OS: float32 master and two moments",
+        f"sum: {total.total:,} bytes on each device ({total.total / 2**30:.2f} GiB), before activations",
     ]
     return "\n".join(head + _align(rows) + notes + foot)
 

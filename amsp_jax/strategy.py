@@ -185,7 +185,10 @@ class Strategy:
         Raises:
           UserError: a degree does not fit the ranks, or the dependency rule is broken.
         """
-        degrees = Degrees(self.params.degree(ranks), self.grads.degree(ranks), self.opt_state.degree(ranks), ranks)
+        try:
+            degrees = Degrees(self.params.degree(ranks), self.grads.degree(ranks), self.opt_state.degree(ranks), ranks)
+        except UserError as error:
+            raise UserError(f"strategy '{self}': {error}") from None
         _check_rule(self, degrees)
         return degrees
 

@@ -268,12 +268,13 @@ def _finish(job: Job, state: TrainState, folder: RunFolder, last: int) -> None:
     if last < job.config.steps:
         _say(
             f"stopped and saved at step {last} of {job.config.steps}; "
-            f"without STOP_AFTER, --gin.RUN_DIR={folder.path} goes on from there"
+            f"the same command without STOP_AFTER, at --gin.RUN_DIR={folder.path}, goes on from there"
         )
     else:
         from_process_0(lambda: _say_validation(folder))
         _say_sample(job, state.params)
-    from_process_0(lambda: _say(f"run folder: {folder.path}", f"loss curve: {plot_losses(folder.path)}"))
+    title = f"{folder.path.name}: {job.model.name}, {job.plan.strategy}"
+    from_process_0(lambda: _say(f"run folder: {folder.path}", f"loss curve: {plot_losses(folder.path, title)}"))
 
 
 def _say_validation(folder: RunFolder) -> None:

@@ -179,7 +179,7 @@ def choose_attention(
     dtype = jnp.dtype(compute_dtype).name
     major = _nvidia_generation(compute_capability)
     if platform not in ("gpu", "cuda") or major is None:
-        return AttentionChoice("xla", f"XLA attention: cuDNN is for NVIDIA GPUs, this platform is {platform}")
+        return AttentionChoice("xla", f"XLA attention, as cuDNN's needs an NVIDIA GPU; the platform is {platform}")
     if major < 8:
         return AttentionChoice(
             "xla", f"XLA attention: cuDNN needs compute capability 8.0 or later, this is {compute_capability}"

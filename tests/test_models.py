@@ -339,7 +339,7 @@ def test_bad_input_is_named(name, overrides, message):
         (("gpu", "7.0", 64, jnp.float16), "xla", "8.0 or later, this is 7.0"),
         (("gpu", "9.0", 128, jnp.float32), "xla", "the compute dtype is float32"),
         (("gpu", "gfx90a", 128, jnp.bfloat16), "xla", "NVIDIA"),
-        (("cpu", None, 128, jnp.bfloat16), "xla", "this platform is cpu"),
+        (("cpu", None, 128, jnp.bfloat16), "xla", "the platform is cpu"),
     ],
 )
 def test_choice_of_attention(arguments, implementation, reason):
