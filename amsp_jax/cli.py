@@ -10,6 +10,7 @@ import ast
 import contextlib
 import dataclasses
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -85,6 +86,10 @@ def run(main: Callable[[], None]) -> int:
     except KeyboardInterrupt as interrupt:
         print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # The reader of our output has left (`| head`); what Python still flushes at exit goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return 0
 
 
@@ -221,8 +226,8 @@ def help_text() -> str:
             "python train.py [--gin_file=FILE]... [--gin.NAME=VALUE]...",
             "                [--coordinator HOST:PORT --num_processes N --process_id I]",
             "",
-            f"Without --gin_file it starts from {QUICKSTART}, whose values come before the defaults below. A later file or",
-            "flag wins over an earlier one.",
+            f"Without --gin_file it starts from {QUICKSTART}, whose values come before the defaults below.",
+            "A later file or flag wins over an earlier one.",
             "",
             "Settings, their defaults (configs/base.gin) and meaning:",
             *settings,
