@@ -115,8 +115,9 @@ def _completion(metrics: StepMetrics) -> tuple[StepMetrics, float]:
     In a thread of its own: a dispatch may block for most of a step (a loop whose end the host must see), and the
     main thread would then read the clock late.
     """
-    values = jax.device_get(metrics)
-    return values, time.perf_counter()
+    jax.block_until_ready(metrics)
+    now = time.perf_counter()
+    return jax.device_get(metrics), now
 
 
 def _peak_memory_bytes() -> int | None:
