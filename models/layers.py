@@ -9,6 +9,7 @@ Shape suffixes: B rows, S sequence, D hidden, N query heads, K key and value hea
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from amsp_jax.model import Batch, LossOutput
+from amsp_jax.model import Batch, LossOutput, Model, ModelNumbers, Part
 from models.config import AttentionImplementation, TransformerConfig
 
 
@@ -152,6 +153,42 @@ class Head(nnx.Module):
         """((sum of losses, sum of weights), no aux)."""
         del rng
         return cross_entropy(self.logits(embed_params, x_BSD), batch["targets"], batch["weights"]), {}
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each normalised first and added to the residual stream."""
+
+    def __init__(self, attention_norm: nnx.Module, attention: nnx.Module, mlp_norm: nnx.Module, mlp: nnx.Module):
+        self.attention_norm, self.attention = attention_norm, attention
+        self.mlp_norm, self.mlp = mlp_norm, mlp
+
+    def __call__(self, x_BSD: jax.Array, batch: Batch, rng: jax.Array) -> jax.Array:
+        """[B, S, D] to [B, S, D]."""
+        del batch, rng
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
+        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+
+
+def transformer(
+    name: str,
+    config: TransformerConfig,
+    *,
+    embedding: Callable[[nnx.Rngs], nnx.Module],
+    block: Callable[[nnx.Rngs], nnx.Module],
+    head: Callable[[nnx.Rngs], Head],
+    numbers: ModelNumbers,
+) -> Model:
+    """A decoder of equal blocks, which share one compilation of their initial values."""
+    part = Part.from_nnx(block)
+    return Model(
+        name=name,
+        embed=Part.from_nnx(embedding),
+        blocks=(part,) * config.num_layers,
+        head=Part.from_nnx(head),
+        tied=config.tied,
+        logits=Part.from_nnx(head, Head.logits).apply,
+        numbers=numbers,
+    )
 
 
 class AttentionChoice(NamedTuple):

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from amsp_jax.errors import UserError
-from amsp_jax.model import Batch, Model, ModelNumbers, Part
+from amsp_jax.model import Batch, Model, ModelNumbers
 from models import layers
 from models.config import TransformerConfig
 
@@ -100,35 +100,20 @@ class SwiGLU(nnx.Module):
         return self.down(jax.nn.silu(gate_BSF) * up_BSF)
 
 
-class Block(nnx.Module):
-    """Attention and MLP, each normalised first and added to the residual stream."""
-
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
-        self.attention_norm = layers.RMSNorm(config.hidden, config.norm_eps)
-        self.attention = Attention(config, rngs)
-        self.mlp_norm = layers.RMSNorm(config.hidden, config.norm_eps)
-        self.mlp = SwiGLU(config, rngs)
-
-    def __call__(self, x_BSD: jax.Array, batch: Batch, rng: jax.Array) -> jax.Array:
-        """[B, S, D] to [B, S, D]."""
-        del batch, rng
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
-        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
-
-
 def llama(config: LlamaConfig, name: str = "llama") -> Model:
     """The model of `config`; the numbers of a batch are those of one device."""
-    block = Part.from_nnx(lambda rngs: Block(config, rngs))
 
-    def make_head(rngs: nnx.Rngs) -> layers.Head:
-        return layers.Head(layers.RMSNorm(config.hidden, config.norm_eps), config, rngs)
+    def norm() -> layers.RMSNorm:
+        return layers.RMSNorm(config.hidden, config.norm_eps)
 
-    return Model(
-        name=name,
-        embed=Part.from_nnx(lambda rngs: Embedding(config, rngs)),
-        blocks=(block,) * config.num_layers,
-        head=Part.from_nnx(make_head),
-        tied=config.tied,
-        logits=Part.from_nnx(make_head, layers.Head.logits).apply,
+    def block(rngs: nnx.Rngs) -> layers.Block:
+        return layers.Block(norm(), Attention(config, rngs), norm(), SwiGLU(config, rngs))
+
+    return layers.transformer(
+        name,
+        config,
+        embedding=lambda rngs: Embedding(config, rngs),
+        block=block,
+        head=lambda rngs: layers.Head(norm(), config, rngs),
         numbers=config.numbers(),
     )
