@@ -278,8 +278,9 @@ def _plan_leaf(
 
 def _choose_dim(shape: tuple[int, ...], shards: int) -> tuple[int | None, int, str]:
     """(dimension to shard or None, its stored length, what to tell the user)."""
-    if not shape:
-        return (None, 0, "replicated: a scalar") if shards > 1 else (None, 0, "")
+    if math.prod(shape) == 0 or not shape:
+        kind = "a scalar" if not shape else "it has no values"
+        return None, 0, f"replicated: {kind}" if shards > 1 else ""
     for dim, size in enumerate(shape):
         if size % shards == 0:
             return dim, size, ""

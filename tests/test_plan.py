@@ -255,3 +255,9 @@ def test_the_loop_holds_params_and_grads_of_the_planned_shapes(strategy):
     assert carried == Counter({((), "float32"): 2}) + Counter((dims, "float32") for dims in shards["grads"])
     dtype = "bfloat16" if plan.degrees.params != plan.degrees.opt_state else "float32"
     assert not Counter((dims, dtype) for dims in shards["params"]) - read
+
+
+def test_an_empty_leaf_is_replicated():
+    leaf = make_plan("zero3", {"none": shape(0, 8)}, DataRanks(4, 2)).leaves["none"]
+    assert leaf.dim is None and leaf.note == "replicated: it has no values"
+    assert leaf.num_opt_shard == 0
