@@ -94,7 +94,7 @@ def abstract_opt_state(optimizer: optax.GradientTransformation, params: Params) 
 def moment_plans(plan: Plan, like: Params | None = None) -> Callable[[Any, Any], LeafPlan | None]:
     """`find(path, leaf)`: the plan of the parameter whose moment a state leaf is, None for any other leaf.
 
-    A state leaf is a moment of the parameter whose path ends its own path and whose shape it has.
+    A state leaf is a moment of the parameter whose path ends its own path, the longest such, if it has its shape.
 
     Args:
       plan: of the parameters.
@@ -109,9 +109,9 @@ def moment_plans(plan: Plan, like: Params | None = None) -> Callable[[Any, Any],
     def find(path: Any, leaf: Any) -> LeafPlan | None:
         names = tuple(key_name(k) for k in path)
         for start in range(len(names) + 1):
-            found, shape = by_path.get(names[start:], (None, None))
-            if found is not None and shape == tuple(leaf.shape):
-                return found
+            if names[start:] in by_path:
+                found, shape = by_path[names[start:]]
+                return found if shape == tuple(leaf.shape) else None
         return None
 
     return find

@@ -56,7 +56,11 @@ def _stored(plan: Plan, true: TrainState) -> TrainState:
 
 
 def init_state(model: Model, optimizer: optax.GradientTransformation, plan: Plan, seed: int) -> TrainState:
-    """A fresh state, created already sharded; its values depend on `seed` alone, bit for bit on every mesh."""
+    """A fresh state, created already sharded; its values depend on `seed` alone, bit for bit on every mesh.
+
+    Bit for bit where each value is computed by itself, as random draws are; an `init` that sums over a dimension
+    may differ in its last bit.
+    """
     params = _init_params(model, plan, seed)
     true, stored = true_state(model, optimizer), abstract_state(model, optimizer, plan)
 
@@ -126,4 +130,8 @@ def reshard(state: TrainState, plan: Plan) -> TrainState:
 def _move(x: jax.Array, true: jax.ShapeDtypeStruct, stored: jax.ShapeDtypeStruct) -> jax.Array:
     if x.shape != stored.shape:
         x = jax.jit(lambda x: to_storage(to_true(x, true), stored))(x)
-    return jax.device_put(x, stored.sharding, may_alias=False)
+    # device_put keeps shards that already lie where they must, whatever may_alias says: so a copy is moved.
+    return jax.device_put(_copy(x), stored.sharding)
+
+
+_copy = jax.jit(jnp.copy)

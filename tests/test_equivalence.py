@@ -170,10 +170,11 @@ def test_evaluation_equals_the_training_loss():
     np.testing.assert_allclose(sums.loss / sums.weight, one_device("llama", "adamw")[0][0].loss, rtol=1e-5)
 
 
-def test_reshard_shares_no_buffer():
+@pytest.mark.parametrize("other", ["zero3", QUICKSTART])
+def test_reshard_shares_no_buffer(other):
     model, optimizer = oracle.model("llama"), oracle.optimizer("sgd")
-    plan = plan_for("zero3", model)
-    state = init_state(model, optimizer, plan, seed=3)
+    state = init_state(model, optimizer, plan_for("zero3", model), seed=3)
+    plan = plan_for(other, model)
     moved = reshard(state, plan)
     make_train_step(model, optimizer, plan, StepSettings())(moved, plan.place(oracle.split(batches()[0], 1)), 0)
     assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state))
