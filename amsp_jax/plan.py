@@ -144,6 +144,7 @@ class Plan:
       degrees: the resolved strategy.
       leaves: a `LeafPlan` in place of each parameter.
       compute_dtype: of gathered parameters.
+      strategy: as it was asked for.
     """
 
     mesh: Mesh | AbstractMesh

@@ -226,7 +226,9 @@ def _accumulate(microbatch: Any, data: Any, peel: bool, shards: Params) -> tuple
     def body(total: Any, item: Any) -> tuple[Any, None]:
         return _add(total, run(shards, item)), None
 
-    item = lambda i: jax.tree.map(lambda x: x[i], data)  # noqa: E731
+    def item(i: int) -> Any:
+        return jax.tree.map(lambda x: x[i], data)
+
     if count == 1:
         return microbatch(shards, item(0))
     if not peel:

@@ -33,6 +33,8 @@ for what in ${*:-ours_bf16 peer_bf16 ours_fp32 peer_fp32}; do
     peer_bf16) peer "$what" --reduce bf16 --ac selective --sac-mm-every 1 --sdpa cudnn ;;
     peer_fp32) peer "$what" --reduce fp32 --ac selective --sac-mm-every 1 --sdpa cudnn ;;
     peer_bf16_auto) peer "$what" --reduce bf16 --ac selective --sac-mm-every 1 ;;
+    thresholds) # the flags of the figures of 2026-11-28, for a reduction over all GPUs
+      ours "$what" --reduce_dtype bfloat16 --no_default_flags "--xla_flags=--xla_gpu_all_gather_combine_threshold_bytes=404766720 --xla_gpu_reduce_scatter_combine_threshold_bytes=$((404766720 / gpus)) --xla_gpu_all_reduce_combine_threshold_bytes=404766720" ;;
     symmetric) ours "$what" --reduce_dtype bfloat16 --xla_flags=--xla_gpu_experimental_enable_nccl_symmetric_buffers=true ;;
     channels8) ours "$what" --reduce_dtype bfloat16 --xla_flags=--xla_gpu_nccl_collective_max_nchannels=8 ;;
   esac

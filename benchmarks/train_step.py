@@ -18,6 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from amsp_jax import xla_flags  # noqa: E402  it imports no jax
+
 
 def parse_args() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -61,11 +63,11 @@ def block_bytes(args: argparse.Namespace) -> int:
 
 
 def default_flags(args: argparse.Namespace) -> str:
+    """Those of train.py, for gradients that all devices share."""
     gather = block_bytes(args)
     group = args.devices or len(list(Path("/dev").glob("nvidia[0-9]*")))
     scatter = gather // group * (2 if args.reduce_dtype == "float32" else 1)
-    names = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": gather}
-    return " ".join(f"--xla_gpu_{k}_combine_threshold_bytes={v}" for k, v in names.items())
+    return " ".join(xla_flags.flags("cuda", gather, scatter))
 
 
 def set_environment(args: argparse.Namespace) -> None:

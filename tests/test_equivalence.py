@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import oracle
 import pytest
 from oracle import RANKS, Run, assert_equal_metrics, assert_equal_states, batches, one_device, plan_for
 
+from amsp_jax.model import Model
 from amsp_jax.optimizer import to_true
 from amsp_jax.plan import make_plan
 from amsp_jax.stack import Remat
@@ -189,3 +191,22 @@ def test_weights_below_one_are_no_special_case():
     for row, expected in zip(metrics, one_device("llama", "sgd")[0], strict=True):
         np.testing.assert_allclose([row.loss, row.grad_norm], [expected.loss, expected.grad_norm], rtol=1e-5)
     assert_equal_states(state, one_device("llama", "sgd")[1], largest=True)
+
+
+def test_reshard_keeps_statistics_that_look_like_another_parameter():
+    """A factored statistic of a/w is as long as w with its padding, and w is the end of its path."""
+
+    def init(key):
+        return {"w": jnp.ones(1001), "a": {"w": jax.random.normal(key, (1008, 130))}}
+
+    def loss(params, batch, rng):
+        total = jnp.sum(params["w"] ** 2) + jnp.sum(params["a"]["w"] ** 2)
+        return (jnp.sum(batch["weights"]) * total, jnp.sum(batch["weights"])), {}
+
+    model, optimizer = Model.from_loss(loss, init), optax.adafactor(1e-2)
+    old, new = plan_for("zero3", model), plan_for("ddp", model)
+    batch = oracle.placed(old, {"weights": np.ones((8, 1), np.float32)}, 1)
+    state, _ = make_train_step(model, optimizer, old, StepSettings())(init_state(model, optimizer, old, 3), batch, 0)
+    true, moved = true_state(model, optimizer), reshard(state, new)
+    assert jax.tree.map(jnp.shape, moved.opt_state) == jax.tree.map(jnp.shape, true.opt_state)
+    jax.tree.map(np.testing.assert_array_equal, to_true(moved, true), to_true(state, true))
