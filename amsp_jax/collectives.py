@@ -57,7 +57,7 @@ def _gather_fwd(leaf: LeafPlan, dtype: Any, reduce_dtype: Any, shard: jax.Array,
 def _gather_bwd(leaf: LeafPlan, dtype: Any, reduce_dtype: Any, residual: None, grad: jax.Array) -> Any:
     del dtype, residual
     grad = pad(grad, leaf.storage_shape)
-    for axes in _reduction_steps(leaf):
+    for axes in reduction_steps(leaf):
         grad = _reduce_scatter(grad, axes, leaf.dim, reduce_dtype)
     return None, grad.astype(jnp.float32)
 
@@ -65,8 +65,8 @@ def _gather_bwd(leaf: LeafPlan, dtype: Any, reduce_dtype: Any, residual: None, g
 gather.defvjp(_gather_fwd, _gather_bwd)
 
 
-def _reduction_steps(leaf: LeafPlan) -> list[tuple[str, ...]]:
-    """One reduction over param and grad axes where they share a network level, else the param axes first."""
+def reduction_steps(leaf: LeafPlan) -> list[tuple[str, ...]]:
+    """The axes of each reduction of a microbatch: param and grad together on one network level, else param first."""
     both = leaf.param_axes + leaf.grad_axes
     if len({level(axis) for axis in both}) <= 1:
         return [both]

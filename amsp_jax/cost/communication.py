@@ -1,0 +1,189 @@
+"""The collectives of one step, read off the plan that the step executes: kind, axes, shape, bytes and how often.
+
+`collectives` lists them leaf by leaf, as they are written into the program; a test holds them equal to the compiled
+one's. `messages` puts the leaves of a part together, as XLA's combiner does up to a block's bytes: what is timed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from amsp_jax.collectives import reduction_steps
+from amsp_jax.mesh import level
+from amsp_jax.model import Model, Params
+from amsp_jax.plan import LeafPlan, Plan
+from amsp_jax.strategy import Degree
+
+
+class Phase(StrEnum):
+    """When in a step a collective runs."""
+
+    START = "start"
+    """Once, before a part's first use: the P shard of the step, over the grad and opt axes."""
+    FORWARD = "forward"
+    """Each microbatch, before the part's forward pass: the whole parameters, over the param axes."""
+    BACKWARD = "backward"
+    """Each microbatch, before a block's backward pass: the same again."""
+    REDUCE = "reduce"
+    """Each microbatch, after the part's backward pass: gradients over the param and grad axes."""
+    END = "end"
+    """Once, after the last backward pass: accumulated gradients over the opt and replica axes."""
+
+
+ONCE = (Phase.START, Phase.END)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of one leaf, or of several that travel together.
+
+    Attributes:
+      kind: `all-gather`, `reduce-scatter` or `all-reduce`.
+      axes: mesh axes it runs over.
+      group: their sizes inside a node and between nodes.
+      shape: of one device's result; empty for a message of several leaves.
+      num_bytes: of the whole message: a gather's result, a reduction's input.
+      phase: when it runs.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    group: Degree
+    shape: tuple[int, ...]
+    num_bytes: int
+    phase: Phase
+
+
+@dataclasses.dataclass(frozen=True)
+class WireDtypes:
+    """What travels: parameters in the compute dtype, gradients in the reduction dtype."""
+
+    gather: jnp.dtype
+    reduce: jnp.dtype
+
+
+def wire_dtypes(plan: Plan, reduce_dtype: Any) -> WireDtypes:
+    """Those of a plan and the step's reduction dtype."""
+    return WireDtypes(plan.compute_dtype, jnp.dtype(reduce_dtype))
+
+
+def collectives(leaf: LeafPlan, wire: WireDtypes, regathers: bool) -> list[Collective]:
+    """One leaf's collectives: those of once a step, and those of one microbatch.
+
+    Args:
+      leaf: its plan.
+      wire: dtypes on the wire.
+      regathers: whether the backward pass gathers again: in blocks, not in embedding and head.
+    """
+    p, g, o = leaf.param_axes, leaf.grad_axes, leaf.opt_axes
+    gather = _Maker(leaf, "all-gather", wire.gather.itemsize)
+    scatter = _Maker(leaf, "reduce-scatter", wire.reduce.itemsize)
+    found = [gather(g + o, p, Phase.START), gather(p, (), Phase.FORWARD)]
+    if regathers:
+        found.append(gather(p, (), Phase.BACKWARD))
+    before: tuple[str, ...] = ()
+    for axes in reduction_steps(leaf):
+        found.append(scatter(axes, before, Phase.REDUCE))
+        before += axes
+    found.append(scatter(o, p + g, Phase.END))
+    found.append(_Maker(leaf, "all-reduce", wire.reduce.itemsize)(leaf.replica_axes, p + g + o, Phase.END))
+    return [c for c in found if c.axes]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Maker:
+    """Makes a leaf's collectives of one kind."""
+
+    leaf: LeafPlan
+    kind: str
+    item_bytes: int
+
+    def __call__(self, axes: tuple[str, ...], outside: tuple[str, ...], phase: Phase) -> Collective:
+        """Over `axes`, of the part that is left when the leaf is split over `outside`."""
+        whole = self.leaf.shard_shape(outside)
+        small = self.leaf.shard_shape(outside + axes) if self.kind == "reduce-scatter" else whole
+        num_bytes = math.prod(whole) * self.item_bytes
+        return Collective(self.kind, axes, group_of(axes, dict(self.leaf.axis_size)), small, num_bytes, phase)
+
+
+def group_of(axes: Sequence[str], sizes: dict[str, int]) -> Degree:
+    """How many ranks of a node, times how many nodes, a collective over `axes` brings together."""
+    by_level = {"intra": 1, "inter": 1}
+    for axis in axes:
+        by_level[level(axis)] *= sizes[axis]
+    return Degree(**by_level)
+
+
+@dataclasses.dataclass(frozen=True)
+class PartPlan:
+    """A part's leaves, and whether its backward pass gathers them again."""
+
+    leaves: tuple[LeafPlan, ...]
+    regathers: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class PartPlans:
+    """A model's parts in order: `parts[kind]` for each `kind` of `order`, so that equal blocks are looked at once."""
+
+    parts: tuple[PartPlan, ...]
+    order: tuple[int, ...]
+
+    def __iter__(self) -> Iterator[PartPlan]:
+        return (self.parts[kind] for kind in self.order)
+
+
+def part_plans(model: Model, leaves: Params, block_order: Sequence[int]) -> PartPlans:
+    """Embedding, blocks and head of a plan's leaves.
+
+    Args:
+      model: whose `split` knows the tree; each distinct block once.
+      leaves: `Plan.leaves` for it.
+      block_order: for each block of the real model, which of them.
+    """
+    embed, blocks, head = model.split(leaves)
+    # A model without blocks is one rematerialised head.
+    parts = (_part(embed, False), *(_part(block, True) for block in blocks), _part(head, not model.blocks))
+    return PartPlans(parts, (0, *(1 + kind for kind in block_order), len(parts) - 1))
+
+
+def _part(leaves: Params, regathers: bool) -> PartPlan:
+    return PartPlan(tuple(jax.tree.leaves(leaves)), regathers)
+
+
+def step_collectives(parts: PartPlans, wire: WireDtypes, accumulation: int) -> dict[Collective, int]:
+    """Every collective of a step, leaf by leaf, with how often it runs.
+
+    Sums of loss, weight and gradient norm, a few scalars, are not in it.
+
+    Args:
+      parts: of the model.
+      wire: dtypes on the wire.
+      accumulation: microbatches of the step.
+    """
+    counts: dict[Collective, int] = defaultdict(int)
+    for kind, part in enumerate(parts.parts):
+        uses = parts.order.count(kind)
+        for leaf in part.leaves:
+            for collective in collectives(leaf, wire, part.regathers):
+                counts[collective] += uses * (1 if collective.phase in ONCE else accumulation)
+    return dict(counts)
+
+
+def messages(part: PartPlan, wire: WireDtypes) -> list[Collective]:
+    """A part's collectives with its leaves combined: one for each phase, kind and set of axes, in order."""
+    joined: dict[tuple[Phase, str, tuple[str, ...]], Collective] = {}
+    for leaf in part.leaves:
+        for one in collectives(leaf, wire, part.regathers):
+            key = one.phase, one.kind, one.axes
+            num_bytes = one.num_bytes + (joined[key].num_bytes if key in joined else 0)
+            joined[key] = dataclasses.replace(one, shape=(), num_bytes=num_bytes)
+    return list(joined.values())

@@ -1,0 +1,316 @@
+"""Step time with overlap: compute in program order on one stream, collectives one at a time on the other.
+
+What may start when is what the step says (`step.py`, `stack.py`), and what XLA's scheduler does with it:
+- a gather may run while the part before is computed, one part ahead; a gather goes before a reduction that waits, too;
+- the gathers of once a step are there from the start, in the order of use, and overlap the first microbatch;
+- a gradient's reduction follows its backward pass; at most `reduction_window` blocks of them may be late;
+- reductions of once a step follow the last microbatch's, and overlap what is left of its backward pass;
+- a trip of the accumulation loop begins when all of the trip before is done;
+- the optimizer waits for every gradient.
+While a collective runs, compute is slower by a measured factor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Callable, Sequence
+
+from amsp_jax.cost.communication import Phase
+
+
+@dataclasses.dataclass(frozen=True)
+class PartTimes:
+    """One part's seconds.
+
+    Attributes:
+      forward_s, backward_s: compute of one microbatch, recomputation in the latter.
+      messages_s: for each phase the seconds of its collectives, which run one after another.
+    """
+
+    forward_s: float
+    backward_s: float
+    messages_s: dict[Phase, tuple[float, ...]]
+
+    def has(self, phase: Phase) -> bool:
+        """Whether anything is communicated then."""
+        return bool(self.messages_s.get(phase))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimes:
+    """A step's seconds: its parts in order, and what follows them.
+
+    Attributes:
+      parts: embedding, blocks, head.
+      optimizer_s: the update, on one device.
+      window: blocks a gradient's reduction may lag; None: as many as there are.
+      overlap_slowdown: compute time beside a collective over compute time alone.
+    """
+
+    parts: Sequence[PartTimes]
+    optimizer_s: float
+    window: int | None
+    overlap_slowdown: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Something on one of the two streams.
+
+    Attributes:
+      stream: `compute` or `communication`.
+      name: `forward 3`, `gather 4`; the number is the part's.
+      start_s, end_s: since the step began.
+    """
+
+    stream: str
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """A simulated step.
+
+    Attributes:
+      step_s: from its beginning to its end.
+      compute_s: the compute stream was busy, slowed by collectives beside it.
+      communication_s: the other stream was busy.
+      exposed_s: compute waited for a collective.
+      events: of the microbatches that were simulated: the first, one of the loop, the last.
+      num_loop_trips: for how many trips the loop's one stands.
+    """
+
+    step_s: float
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+    events: tuple[Event, ...]
+    num_loop_trips: int
+
+
+def simulate(times: StepTimes, accumulation: int, peel: bool) -> Timeline:
+    """Runs a step of `accumulation` microbatches through the two streams.
+
+    Args:
+      times: of its parts.
+      accumulation: microbatches.
+      peel: the first and the last are outside the loop (`StepSettings.peel`); else what is done once a step overlaps
+        no microbatch, unless there is one alone.
+    """
+    streams = _Streams(times.overlap_slowdown)
+    loop_trips = 0
+    if accumulation == 1:
+        _microbatch(streams, times, starts=True, ends=True)
+    elif peel:
+        _microbatch(streams, times, starts=True, ends=False)
+        loop_trips = accumulation - 2
+        _loop(streams, times, loop_trips)
+        _microbatch(streams, times, starts=False, ends=True)
+    else:
+        loop_trips = accumulation
+        _alone(streams, times, Phase.START)
+        _loop(streams, times, loop_trips)
+        _alone(streams, times, Phase.END)
+    streams.join()
+    streams.compute("optimizer", times.optimizer_s)
+    return streams.timeline(loop_trips)
+
+
+_PRIORITY = {Phase.START: 0, Phase.FORWARD: 1, Phase.BACKWARD: 1, Phase.REDUCE: 2, Phase.END: 3}
+_NAMES = {
+    Phase.START: "P shard",
+    Phase.FORWARD: "gather",
+    Phase.BACKWARD: "gather again",
+    Phase.REDUCE: "reduce",
+    Phase.END: "reduce at the end",
+}
+
+
+def _microbatch(streams: _Streams, times: StepTimes, starts: bool, ends: bool) -> None:
+    """Forward and backward of every part; with what is done once a step where it is the first or the last."""
+    parts, last = times.parts, len(times.parts) - 1
+    if starts:
+        for i, part in enumerate(parts):
+            streams.release(part, Phase.START, i)
+    for i, part in enumerate(parts):
+        if i == 0:
+            streams.release(part, Phase.FORWARD, 0, after=Phase.START)
+        # One part ahead.
+        if i < last:
+            streams.release(parts[i + 1], Phase.FORWARD, i + 1, after=Phase.START)
+        streams.compute(f"forward {i}", part.forward_s, ((Phase.START, i), (Phase.FORWARD, i)))
+    for i in range(last, -1, -1):
+        part = parts[i]
+        if i == last:
+            streams.release(part, Phase.BACKWARD, i)
+        if i > 0:
+            streams.release(parts[i - 1], Phase.BACKWARD, i - 1)
+        late = ((Phase.REDUCE, i + times.window),) if times.window else ()
+        streams.compute(f"backward {i}", part.backward_s, ((Phase.BACKWARD, i), *late))
+        streams.release(part, Phase.REDUCE, i)
+        if ends:
+            streams.release(part, Phase.END, i, after=Phase.REDUCE)
+    streams.join()
+
+
+def _loop(streams: _Streams, times: StepTimes, trips: int) -> None:
+    if trips:
+        streams.repeated(trips, lambda: _microbatch(streams, times, starts=False, ends=False))
+
+
+def _alone(streams: _Streams, times: StepTimes, phase: Phase) -> None:
+    """A phase of all parts with nothing beside it."""
+    for i, part in enumerate(times.parts):
+        streams.release(part, phase, i)
+    streams.join()
+
+
+Key = tuple[Phase, int]
+"""A phase of a part."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class _Message:
+    """A part's collectives of one phase, which run one after another."""
+
+    key: Key
+    seconds: float
+
+
+class _Wire:
+    """The communication stream: what may run, what runs next, what has run."""
+
+    def __init__(self) -> None:
+        self.free_at = self.busy_s = 0.0
+        self.running_until = 0.0
+        self.pending: set[Key] = set()
+        self.done: dict[Key, float] = {}
+        self.events: list[Event] = []
+        self._ready: list[tuple[int, int, _Message]] = []
+        self._later: list[tuple[float, int, _Message]] = []
+        self._behind: dict[Key, list[_Message]] = {}
+        self._count = 0
+
+    def release(self, message: _Message, at_s: float, after: Key | None) -> None:
+        """The message may run from `at_s`, or once `after` has run."""
+        self.pending.add(message.key)
+        if after in self.pending:
+            assert after is not None
+            self._behind.setdefault(after, []).append(message)
+        else:
+            self._queue(message, at_s)
+
+    def _queue(self, message: _Message, at_s: float) -> None:
+        self._count += 1
+        heapq.heappush(self._later, (at_s, self._count, message))
+
+    def next_start(self) -> float | None:
+        """When the next message will start; None if none is there."""
+        if self._ready:
+            return self.free_at
+        return max(self.free_at, self._later[0][0]) if self._later else None
+
+    def run_next(self) -> float:
+        """Runs the most urgent message of those that are there first; returns its start."""
+        start = self.next_start()
+        assert start is not None
+        while self._later and self._later[0][0] <= start:
+            _, count, message = heapq.heappop(self._later)
+            heapq.heappush(self._ready, (_PRIORITY[message.key[0]], count, message))
+        message = heapq.heappop(self._ready)[2]
+        self._finish(message, start, start + message.seconds)
+        return start
+
+    def _finish(self, message: _Message, start: float, end: float) -> None:
+        self.free_at, self.busy_s = end, self.busy_s + message.seconds
+        self.pending.discard(message.key)
+        self.done[message.key] = end
+        self.events.append(Event("communication", f"{_NAMES[message.key[0]]} {message.key[1]}", start, end))
+        for follower in self._behind.pop(message.key, ()):
+            self._queue(follower, end)
+
+
+class _Streams:
+    """Both streams; the compute stream's clock is the program's."""
+
+    def __init__(self, slowdown: float) -> None:
+        self.slowdown, self.wire = slowdown, _Wire()
+        self.now_s = self.compute_s = self.exposed_s = 0.0
+        self.events: list[Event] = []
+
+    def release(self, part: PartTimes, phase: Phase, index: int, after: Phase | None = None) -> None:
+        """From now on the part's collectives of this phase may run, or once those of `after` have."""
+        self.wire.done.pop((phase, index), None)
+        if part.has(phase):
+            message = _Message((phase, index), sum(part.messages_s[phase]))
+            self.wire.release(message, self.now_s, (after, index) if after else None)
+
+    def compute(self, name: str, seconds: float, needs: tuple[Key, ...] = ()) -> None:
+        """Computes once `needs` have run, slower while a collective runs."""
+        self._wait_for(needs)
+        start, left = self.now_s, seconds
+        left = self._beside_running(left)
+        while left > 0 and (began := self.wire.next_start()) is not None and began < self.now_s + left:
+            left -= max(0.0, began - self.now_s)
+            self.now_s = max(self.now_s, self.wire.run_next())
+            left = self._beside_running(left)
+        self.now_s += left
+        self.compute_s += self.now_s - start
+        if seconds > 0:
+            self.events.append(Event("compute", name, start, self.now_s))
+
+    def _beside_running(self, left: float) -> float:
+        """Computes while the running collective lasts; returns what is left to compute."""
+        until = self.wire.free_at
+        if until <= self.now_s:
+            return left
+        needed = left * self.slowdown
+        spent = min(needed, until - self.now_s)
+        self.now_s += spent
+        return (needed - spent) / self.slowdown
+
+    def _wait_for(self, needs: tuple[Key, ...]) -> None:
+        """Moves the clock to when all of `needs` have run; collectives that start before then have started."""
+        at = self.now_s
+        for key in needs:
+            while key in self.wire.pending:
+                self.wire.run_next()
+            at = max(at, self.wire.done.get(key, 0.0))
+        while (began := self.wire.next_start()) is not None and began < at:
+            self.wire.run_next()
+        self.exposed_s += at - self.now_s
+        self.now_s = at
+
+    def join(self) -> None:
+        """Waits for everything on both streams."""
+        while self.wire.next_start() is not None:
+            self.wire.run_next()
+        end = max(self.now_s, self.wire.free_at)
+        self.exposed_s += end - self.now_s
+        self.now_s = self.wire.free_at = end
+        self.wire.done.clear()
+
+    def repeated(self, trips: int, run: Callable[[], None]) -> None:
+        """Runs once what happens `trips` times, between two joins, and counts it as often."""
+        now_s, compute_s, busy_s, exposed_s = self.now_s, self.compute_s, self.wire.busy_s, self.exposed_s
+        run()
+        more = trips - 1
+        self.compute_s += more * (self.compute_s - compute_s)
+        self.wire.busy_s += more * (self.wire.busy_s - busy_s)
+        self.exposed_s += more * (self.exposed_s - exposed_s)
+        self.now_s += more * (self.now_s - now_s)
+        self.wire.free_at = self.now_s
+
+    def timeline(self, num_loop_trips: int) -> Timeline:
+        """What has been run."""
+        return Timeline(
+            step_s=self.now_s,
+            compute_s=self.compute_s,
+            communication_s=self.wire.busy_s,
+            exposed_s=self.exposed_s,
+            events=tuple(self.events + self.wire.events),
+            num_loop_trips=num_loop_trips,
+        )
