@@ -1,48 +1,11 @@
-"""A cluster in numbers: nodes, devices, memory and peak FLOP/s. Imports no jax."""
+"""Peak FLOP/s and memory of devices, from their data sheets, by the names that jax reports."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 
-from amsp_jax.errors import UserError
-
 _GIB = 2**30
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """What a strategy is resolved on.
-
-    Attributes:
-      name: for messages.
-      num_nodes: nodes of equal size.
-      devices_per_node: devices in each.
-      device_kind: as `jax.Device.device_kind` says it.
-      memory_bytes: of one device.
-      peak_flops: dense bf16 FLOP/s of one device; None where unknown, which leaves MFU out.
-      source: where the numbers come from: a data sheet, or the running devices.
-    """
-
-    name: str
-    num_nodes: int
-    devices_per_node: int
-    device_kind: str
-    memory_bytes: int
-    peak_flops: float | None
-    source: str
-
-    def __post_init__(self) -> None:
-        for field in ("num_nodes", "devices_per_node", "memory_bytes"):
-            if getattr(self, field) < 1:
-                raise UserError(
-                    f"cluster {self.name}: {field}={getattr(self, field)}, but it counts from 1. Correct it."
-                )
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of all nodes."""
-        return self.num_nodes * self.devices_per_node
 
 
 @dataclasses.dataclass(frozen=True)

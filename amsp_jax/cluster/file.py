@@ -1,0 +1,229 @@
+"""A cluster to a JSON file and back, and how the file's cluster differs from the one that runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from amsp_jax.cluster.cluster import Cluster
+from amsp_jax.cluster.network import Link, Network
+from amsp_jax.cluster.rates import Rates
+from amsp_jax.errors import UserError
+from amsp_jax.strategy import Degree
+
+FORMAT = 1
+
+_ANEW = "Make it anew: python -m amsp_jax calibrate --out FILE"
+# Usable memory of one device varies by so much between starts.
+_MEMORY_TOLERANCE = 0.02
+
+T = TypeVar("T")
+
+
+def save_cluster(cluster: Cluster, path: str | os.PathLike[str]) -> None:
+    """Writes the file, whole or not at all."""
+    target = Path(path)
+    text = json.dumps({"format": FORMAT, **_cluster_to_json(cluster)}, indent=1, allow_nan=False) + "\n"
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def load_cluster(path: str | os.PathLike[str]) -> Cluster:
+    """The cluster of a file that `save_cluster` wrote.
+
+    Raises:
+      UserError: no such file, not JSON or cut off, another format, a field missing, unknown or out of range.
+    """
+    try:
+        return _cluster_from_json(_read(Path(path)))
+    except UserError as error:
+        raise UserError(f"cluster file {os.fspath(path)}: {error} {_ANEW}") from None
+
+
+def differences(cluster: Cluster, running: Cluster) -> list[str]:
+    """One line for each way in which `cluster`, of a file, is not the `running` one: its numbers may not hold there.
+
+    Versions are compared where both name them.
+    """
+    lines = [
+        f"{what}: {there} in the file, {here} running"
+        for what, there, here in (
+            ("device kind", cluster.device_kind, running.device_kind),
+            ("devices per node", cluster.devices_per_node, running.devices_per_node),
+            ("nodes", cluster.num_nodes, running.num_nodes),
+            *((name, version, running.versions.get(name, version)) for name, version in cluster.versions.items()),
+        )
+        if there != here
+    ]
+    if abs(cluster.memory_bytes - running.memory_bytes) > _MEMORY_TOLERANCE * cluster.memory_bytes:
+        there, here = (f"{each.memory_bytes / 2**30:.1f} GiB" for each in (cluster, running))
+        lines.append(f"usable memory: {there} in the file, {here} running")
+    return lines
+
+
+def _cluster_to_json(cluster: Cluster) -> dict[str, Any]:
+    values = {field.name: getattr(cluster, field.name) for field in dataclasses.fields(cluster)}
+    return {
+        **values,
+        "network": cluster.network and _network_to_json(cluster.network),
+        "rates": cluster.rates and dataclasses.asdict(cluster.rates),
+        "versions": dict(cluster.versions),
+    }
+
+
+def _network_to_json(network: Network) -> dict[str, Any]:
+    return {
+        "measured": [
+            {"kind": str(kind), "intra": group.intra, "inter": group.inter, "points": points}
+            for (kind, group), points in network.measured.items()
+        ],
+        "intra": network.intra and dataclasses.asdict(network.intra),
+        "inter": network.inter and dataclasses.asdict(network.inter),
+    }
+
+
+def _read(path: Path) -> object:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"it cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"it is not JSON, or was cut off: {error.msg} at line {error.lineno} of {len(text.splitlines())}."
+        ) from None
+
+
+def _cluster_from_json(content: object) -> Cluster:
+    if not isinstance(content, dict) or "format" not in content:
+        raise UserError(f"it has no field 'format', which in a cluster file is {FORMAT}.")
+    if content["format"] != FORMAT:
+        raise UserError(f"format={content['format']!r}, but this version reads {FORMAT}.")
+    return _make(
+        Cluster,
+        {name: value for name, value in content.items() if name != "format"},
+        "",
+        name=_text,
+        num_nodes=_integer,
+        devices_per_node=_integer,
+        device_kind=_text,
+        memory_bytes=_integer,
+        peak_flops=_optional(_number),
+        source=_text,
+        network=_optional(_network_from_json),
+        rates=_optional(_rates_from_json),
+        assumptions=_list_of(_text),
+        versions=_mapping_of(_text),
+        date=_optional(_text),
+    )
+
+
+def _network_from_json(value: object, where: str) -> Network:
+    return _make(Network, value, where, measured=_measured_from_json, intra=_optional(_link), inter=_optional(_link))
+
+
+def _measured_from_json(value: object, where: str) -> dict[tuple[str, Degree], Any]:
+    points = _list_of(_tuple_of(_integer, _number))
+
+    def read_row(row: object, at: str) -> tuple[tuple[str, Degree], Any]:
+        fields = _make(dict[str, Any], row, at, kind=_text, intra=_integer, inter=_integer, points=points)
+        return (fields["kind"], Degree(fields["intra"], fields["inter"])), fields["points"]
+
+    return dict(_list_of(read_row)(value, where))
+
+
+def _link(value: object, where: str) -> Link:
+    slowdown = _list_of(_tuple_of(_integer, _number))
+    return _make(Link, value, where, bytes_per_s=_number, latency_s=_number, slowdown=slowdown)
+
+
+def _rates_from_json(value: object, where: str) -> Rates:
+    return _make(
+        Rates,
+        value,
+        where,
+        matmul=_mapping_of(_list_of(_tuple_of(_integer, _integer, _integer, _number))),
+        attention_flops_per_s=_tuple_of(_number, _number),
+        memory_bytes_per_s=_number,
+        overlap_slowdown=_number,
+    )
+
+
+# A reader takes a JSON value and where it stands, and returns the typed value or raises a UserError that names it.
+
+
+def _make(cls: Callable[..., T], value: object, where: str, **readers: Callable[[Any, str], Any]) -> T:
+    """`cls` from an object that has exactly the fields of `readers`."""
+    if not isinstance(value, dict):
+        raise _wrong(value, where, "an object")
+    for problem, names in (("missing", readers.keys() - value), ("unknown", value.keys() - readers)):
+        if names:
+            raise UserError(f"{where or 'it'}: {problem}: {', '.join(sorted(names))}.")
+    return cls(**{name: read(value[name], f"{where}.{name}".lstrip(".")) for name, read in readers.items()})
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(value, where, "text")
+    return value
+
+
+def _integer(value: object, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _wrong(value, where, "an integer")
+    if value < 1:
+        raise _wrong(value, where, "at least 1")
+    return value
+
+
+def _number(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _wrong(value, where, "a number")
+    return value
+
+
+def _optional(read: Callable[[Any, str], T]) -> Callable[[Any, str], T | None]:
+    return lambda value, where: None if value is None else read(value, where)
+
+
+def _list_of(read: Callable[[Any, str], T]) -> Callable[[Any, str], tuple[T, ...]]:
+    def read_list(value: object, where: str) -> tuple[T, ...]:
+        if not isinstance(value, list):
+            raise _wrong(value, where, "a list")
+        return tuple(read(item, f"{where}[{index}]") for index, item in enumerate(value))
+
+    return read_list
+
+
+def _tuple_of(*readers: Callable[[Any, str], Any]) -> Callable[[Any, str], tuple[Any, ...]]:
+    def read_tuple(value: object, where: str) -> tuple[Any, ...]:
+        if not isinstance(value, list) or len(value) != len(readers):
+            raise _wrong(value, where, f"a list of {len(readers)}")
+        return tuple(read(item, f"{where}[{i}]") for i, (read, item) in enumerate(zip(readers, value, strict=True)))
+
+    return read_tuple
+
+
+def _mapping_of(read: Callable[[Any, str], T]) -> Callable[[Any, str], Mapping[str, T]]:
+    def read_mapping(value: object, where: str) -> Mapping[str, T]:
+        if not isinstance(value, dict):
+            raise _wrong(value, where, "an object")
+        return {name: read(item, f"{where}.{name}") for name, item in value.items()}
+
+    return read_mapping
+
+
+def _wrong(value: object, where: str, wanted: str) -> UserError:
+    return UserError(f"{where}={value!r}, but it is {wanted}.")
