@@ -1,0 +1,1 @@
+"""The commands of `python -m amsp_jax`, one file each."""
