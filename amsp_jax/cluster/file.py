@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from amsp_jax.strategy import Degree
 
 FORMAT = 1
 
+_LINE_LENGTH = 110
 _ANEW = "Make it anew: python -m amsp_jax calibrate --out FILE"
 # Usable memory of one device varies by so much between starts.
 _MEMORY_TOLERANCE = 0.02
@@ -26,21 +27,23 @@ T = TypeVar("T")
 
 
 def save_cluster(cluster: Cluster, path: str | os.PathLike[str]) -> None:
-    """Writes the file, whole or not at all."""
+    """Writes the file, whole or not at all.
+
+    Raises:
+      UserError: the folder is not there or cannot be written.
+    """
     target = Path(path)
-    text = json.dumps({"format": FORMAT, **_cluster_to_json(cluster)}, indent=1, allow_nan=False) + "\n"
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
+        temporary.write_text(_rendered({"format": FORMAT, **_cluster_to_json(cluster)}) + "\n")
         os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"cluster file {target}: it cannot be written: {error.strerror}. Name another path.") from None
 
 
 def load_cluster(path: str | os.PathLike[str]) -> Cluster:
-    """The cluster of a file that `save_cluster` wrote.
+    """The cluster of a file that `save_cluster` wrote, here or on another machine.
 
     Raises:
       UserError: no such file, not JSON or cut off, another format, a field missing, unknown or out of range.
@@ -70,6 +73,20 @@ def differences(cluster: Cluster, running: Cluster) -> list[str]:
         there, here = (f"{each.memory_bytes / 2**30:.1f} GiB" for each in (cluster, running))
         lines.append(f"usable memory: {there} in the file, {here} running")
     return lines
+
+
+def _rendered(value: object, indent: str = "") -> str:
+    """JSON with what fits on a line on one line, so that a point is a line and not six."""
+    line = json.dumps(value, allow_nan=False)
+    if len(indent + line) <= _LINE_LENGTH or not isinstance(value, dict | list | tuple):
+        return line
+    deeper = indent + "  "
+    if isinstance(value, dict):
+        items = [f"{deeper}{json.dumps(name)}: {_rendered(item, deeper)}" for name, item in value.items()]
+    else:
+        items = [deeper + _rendered(item, deeper) for item in value]
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    return begin + "\n" + ",\n".join(items) + f"\n{indent}{end}"
 
 
 def _cluster_to_json(cluster: Cluster) -> dict[str, Any]:
@@ -141,7 +158,11 @@ def _measured_from_json(value: object, where: str) -> dict[tuple[str, Degree], A
         fields = _make(dict[str, Any], row, at, kind=_text, intra=_integer, inter=_integer, points=points)
         return (fields["kind"], Degree(fields["intra"], fields["inter"])), fields["points"]
 
-    return dict(_list_of(read_row)(value, where))
+    rows = _list_of(read_row)(value, where)
+    for (kind, group), uses in Counter(key for key, _ in rows).items():
+        if uses > 1:
+            raise UserError(f"{where}: {kind} {group} twice.")
+    return dict(rows)
 
 
 def _link(value: object, where: str) -> Link:

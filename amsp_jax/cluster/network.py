@@ -234,5 +234,5 @@ def _require_rising(what: str, sizes: Iterable[int]) -> None:
     before = 0
     for size in sizes:
         if size <= before:
-            raise UserError(f"{what}: {size} after {before}, but each is larger than the one before. Sort them.")
+            raise UserError(f"{what}: {size} after {before}, but they start at 1 and rise. Sort them.")
         before = size
