@@ -57,7 +57,8 @@ _A800_MS = {
     ("broadcast", 128): (0.416, 0.967, 1.914, 5.587, 14.0, 51.3),
 }
 
-# Of that table's gathers of 1 MiB, a step of a ring: 8 GPUs take 7 steps; 16 nodes take 15 more, between nodes.
+# A step of a ring, from that table's gathers of 1 MiB taken whole as latency: 8 GPUs have 7 steps; 16 nodes have 15
+# more, between nodes.
 _INTRA_LATENCY_S = _A800_MS["all-gather", 8][0] / 1000 / 7
 _INTER_LATENCY_S = (_A800_MS["all-gather", 128][0] - _A800_MS["all-gather", 8][0]) / 1000 / 15
 _LATENCY = (
@@ -93,24 +94,6 @@ def _reached_as_h200(device_kind: str, memory_bytes_per_s: float, float32_peak: 
     )
 
 
-_RATES_AS_H200 = (
-    "matrix products, attention and memory: the fractions of the sheet's peaks that H200 reached on LLaMA-7B's shapes "
-    "(0.73 to 0.80; 0.53 forward, 0.43 backward; 0.79); smaller products are taken to be as fast",
-    _OVERLAP,
-)
-
-
-def _network(*, intra: Link, inter_sheet_bytes_per_s: float) -> Network:
-    inter = Link(bytes_per_s=inter_sheet_bytes_per_s * _INTER_REACHED, latency_s=_INTER_LATENCY_S, slowdown=_SLOWDOWN)
-    return Network(intra=intra, inter=inter)
-
-
-_INTER_ASSUMED = (
-    f"links between nodes: {_INTER_REACHED} of the sheet's bandwidth, divided for large groups as the first author of "
-    "AMSP does for A800 nodes, by 1.1 at 32 devices up to 1.5 at 1024"
-)
-
-
 def _preset(
     name: str,
     devices_per_node: int,
@@ -134,7 +117,50 @@ def _preset(
         source=f"{peak.source}; {links}",
         network=network,
         rates=rates,
-        assumptions=(*assumptions, _MEMORY),
+        assumptions=(*assumptions, _OVERLAP, _MEMORY),
+    )
+
+
+def _from_sheets(
+    name: str,
+    devices_per_node: int,
+    device_kind: str,
+    links: str,
+    *,
+    intra_bytes_per_s: float,
+    node_bytes_per_s: float,
+    memory_bytes_per_s: float,
+    float32_peak: float,
+    intra_slowdown: tuple[tuple[int, float], ...] = (),
+    assumptions: tuple[str, ...],
+) -> Cluster:
+    """A cluster of which nothing was measured.
+
+    Args:
+      links: their data sheets.
+      intra_bytes_per_s: each way of one device inside the node, as far as it is assumed to be reached.
+      node_bytes_per_s: each way of all NICs of a node, by the sheet.
+      memory_bytes_per_s: of one device, by the sheet.
+      float32_peak: FLOP/s of one device at jax's default precision, by the sheet.
+    """
+    network = Network(
+        intra=Link(bytes_per_s=intra_bytes_per_s, latency_s=_INTRA_LATENCY_S, slowdown=intra_slowdown),
+        inter=Link(
+            bytes_per_s=node_bytes_per_s / devices_per_node * _INTER_REACHED,
+            latency_s=_INTER_LATENCY_S,
+            slowdown=_SLOWDOWN,
+        ),
+    )
+    assumed = (
+        f"links between nodes: {_INTER_REACHED} of the sheet's bandwidth, divided for large groups as the first author "
+        "of AMSP does for A800 nodes, by 1.1 at 32 devices up to 1.5 at 1024",
+        _LATENCY,
+        "matrix products, attention and memory: the fractions of the sheet's peaks that H200 reached on LLaMA-7B's "
+        "shapes (0.73 to 0.80; 0.53 forward, 0.43 backward; 0.79); smaller products are taken to be as fast",
+    )
+    rates = _reached_as_h200(device_kind, memory_bytes_per_s, float32_peak)
+    return _preset(
+        name, devices_per_node, device_kind, links, network=network, rates=rates, assumptions=assumptions + assumed
     )
 
 
@@ -148,7 +174,8 @@ def _a800() -> Cluster:
         8,
         kind,
         "collectives of 2 to 128 GPUs: measured, published by the first author of AMSP (arXiv 2311.00257), as is the "
-        "closed form beyond (NVLink 150 GiB/s; 4 x 200 Gb/s InfiniBand a node, 100 GiB/s, divided for large groups)",
+        "closed form for other groups (NVLink 150 GiB/s; 4 x 200 Gb/s InfiniBand a node, 100 GiB/s, divided by 1.1 at "
+        "32 GPUs up to 1.5 at 1024)",
         network=Network(
             measured=_a800_measured(),
             intra=Link(bytes_per_s=150 * _GIB, latency_s=_INTRA_LATENCY_S),
@@ -159,114 +186,90 @@ def _a800() -> Cluster:
             "matrix products in bf16: 228.5 TFLOP/s whatever their size, the middle of the 220 to 237 that the first "
             "author of AMSP published",
             "attention, memory and float32 products: the fractions of the sheet's peaks that H200 reached",
-            _OVERLAP,
-            f"beyond 128 GPUs, {_LATENCY}",
+            f"for groups that were not measured, {_LATENCY}",
         ),
     )
+
+
+_NVLINK_AS_A800 = "NVLink: 0.75 of the sheet's bandwidth, as gathers of 4 GiB over 8 A800 reach of theirs"
 
 
 def _a100() -> Cluster:
-    kind = "NVIDIA A100-SXM4-80GB"
-    return _preset(
+    return _from_sheets(
         "a100",
         8,
-        kind,
+        "NVIDIA A100-SXM4-80GB",
         "NVIDIA DGX A100 data sheet: NVLink 600 GB/s, 300 each way; 8 x 200 Gb/s InfiniBand a node",
-        network=_network(
-            intra=Link(bytes_per_s=300e9 * 0.75, latency_s=_INTRA_LATENCY_S), inter_sheet_bytes_per_s=200e9 / 8
-        ),
-        rates=_reached_as_h200(kind, memory_bytes_per_s=2.039e12, float32_peak=156e12),
-        assumptions=(
-            "NVLink: 0.75 of the sheet's bandwidth, as gathers of 4 GiB over 8 A800 reach of theirs",
-            _INTER_ASSUMED,
-            _LATENCY,
-            *_RATES_AS_H200,
-        ),
+        intra_bytes_per_s=300e9 * 0.75,
+        node_bytes_per_s=8 * 200e9 / 8,
+        memory_bytes_per_s=2.039e12,
+        float32_peak=156e12,
+        assumptions=(_NVLINK_AS_A800,),
     )
 
 
-def _hopper(name: str, kind: str, memory_bytes_per_s: float) -> Cluster:
-    return _preset(
+def _hopper(name: str, device_kind: str, memory_bytes_per_s: float) -> Cluster:
+    return _from_sheets(
         name,
         8,
-        kind,
+        device_kind,
         f"NVIDIA DGX {name.upper()} data sheet: NVLink 900 GB/s, 450 each way; 8 x 400 Gb/s InfiniBand a node",
-        network=_network(intra=Link(bytes_per_s=300e9, latency_s=_INTRA_LATENCY_S), inter_sheet_bytes_per_s=400e9 / 8),
-        rates=_reached_as_h200(kind, memory_bytes_per_s=memory_bytes_per_s, float32_peak=494.7e12),
-        assumptions=(
-            "NVLink: 300 of the sheet's 450 GB/s, between the 250 and 360 that gathers over 4 H200 reach",
-            _INTER_ASSUMED,
-            _LATENCY,
-            *_RATES_AS_H200,
-        ),
+        intra_bytes_per_s=300e9,
+        node_bytes_per_s=8 * 400e9 / 8,
+        memory_bytes_per_s=memory_bytes_per_s,
+        float32_peak=494.7e12,
+        assumptions=("NVLink: 300 of the sheet's 450 GB/s, assumed: gathers over 4 H200 reach about 250 to 360",),
     )
 
 
 def _v100_dgx2() -> Cluster:
-    kind = "Tesla V100-SXM3-32GB"
-    return _preset(
+    return _from_sheets(
         "v100-dgx2",
         16,
-        kind,
+        "Tesla V100-SXM3-32GB",
         "NVIDIA DGX-2 data sheet: NVSwitch 300 GB/s a GPU, 150 each way; 8 x 100 Gb/s InfiniBand a node",
-        network=_network(
-            intra=Link(bytes_per_s=150e9 * 0.75, latency_s=_INTRA_LATENCY_S), inter_sheet_bytes_per_s=8 * 100e9 / 8 / 16
-        ),
-        rates=_reached_as_h200(kind, memory_bytes_per_s=900e9, float32_peak=15.7e12),
-        assumptions=(
-            "bfloat16 stands for float16: V100 has no bfloat16 tensor cores",
-            "NVLink: 0.75 of the sheet's bandwidth, as gathers of 4 GiB over 8 A800 reach of theirs",
-            _INTER_ASSUMED,
-            _LATENCY,
-            *_RATES_AS_H200,
-        ),
+        intra_bytes_per_s=150e9 * 0.75,
+        node_bytes_per_s=8 * 100e9 / 8,
+        memory_bytes_per_s=900e9,
+        float32_peak=15.7e12,
+        assumptions=(_NVLINK_AS_A800, "bfloat16 stands for float16: V100 has no bfloat16 tensor cores"),
     )
 
 
 def _frontier() -> Cluster:
-    kind = "AMD Instinct MI250X"
-    return _preset(
+    return _from_sheets(
         "frontier",
         8,
-        kind,
+        "AMD Instinct MI250X",
         "OLCF Frontier user guide: 8 GCDs a node, 200 GB/s inside a card, 50 to 100 GB/s between cards, "
         "4 x 25 GB/s Slingshot a node",
-        # The two GCDs of a card; a ring over more crosses cards at the slower pairs' 50 GB/s.
-        network=_network(
-            intra=Link(bytes_per_s=200e9 * 0.75, latency_s=_INTRA_LATENCY_S, slowdown=((2, 1.0), (8, 4.0))),
-            inter_sheet_bytes_per_s=4 * 25e9 / 8,
-        ),
-        rates=_reached_as_h200(kind, memory_bytes_per_s=1.6e12, float32_peak=47.85e12),
+        intra_bytes_per_s=200e9 * 0.75,
+        # The two GCDs of a card; a ring over more crosses cards, at the slower pairs' 50 GB/s.
+        intra_slowdown=((2, 1.0), (8, 4.0)),
+        node_bytes_per_s=4 * 25e9,
+        memory_bytes_per_s=1.6e12,
+        float32_peak=47.85e12,
         assumptions=(
-            "links inside a node: 0.75 of the guide's bandwidth, for groups over 2 GCDs of the slower pairs' 50 GB/s",
-            _INTER_ASSUMED,
-            _LATENCY,
-            *_RATES_AS_H200,
+            "links inside a node: 0.75 of the guide's bandwidth, over more than 2 GCDs of the slower pairs' 50 GB/s",
         ),
     )
 
 
 def _mi300x() -> Cluster:
-    kind = "AMD Instinct MI300X"
-    return _preset(
+    return _from_sheets(
         "mi300x",
         8,
-        kind,
+        "AMD Instinct MI300X",
         "AMD Instinct MI300X platform data sheet: 7 Infinity Fabric links of 64 GB/s each way a GPU, one to each "
         "other; 400 Gb/s a GPU between nodes",
-        # A group of a GPUs uses a - 1 of the 7 links.
-        network=_network(
-            intra=Link(
-                bytes_per_s=7 * 64e9 * 0.75, latency_s=_INTRA_LATENCY_S, slowdown=((2, 7.0), (4, 7 / 3), (8, 1.0))
-            ),
-            inter_sheet_bytes_per_s=400e9 / 8,
-        ),
-        rates=_reached_as_h200(kind, memory_bytes_per_s=5.3e12, float32_peak=163.4e12),
+        intra_bytes_per_s=7 * 64e9 * 0.75,
+        # A group of n GPUs uses n - 1 of the 7 links.
+        intra_slowdown=((2, 7.0), (4, 7 / 3), (8, 1.0)),
+        node_bytes_per_s=8 * 400e9 / 8,
+        memory_bytes_per_s=5.3e12,
+        float32_peak=163.4e12,
         assumptions=(
             "links inside a node: 0.75 of the sheet's bandwidth; a group of n GPUs uses n - 1 of the 7 links",
-            _INTER_ASSUMED,
-            _LATENCY,
-            *_RATES_AS_H200,
         ),
     )
 
