@@ -5,7 +5,18 @@ import json
 
 import pytest
 
-from amsp_jax.cluster import CLUSTERS, Cluster, Link, Network, Rates, differences, load_cluster, save_cluster
+from amsp_jax.cluster import (
+    CLUSTERS,
+    Cluster,
+    Link,
+    Network,
+    Rates,
+    differences,
+    from_json,
+    load_cluster,
+    save_cluster,
+    to_json,
+)
 from amsp_jax.errors import UserError
 from amsp_jax.strategy import Degree
 
@@ -40,6 +51,7 @@ CLUSTER = Cluster(
 def test_round_trip(cluster, tmp_path):
     save_cluster(cluster, tmp_path / "cluster.json")
     assert load_cluster(tmp_path / "cluster.json") == cluster
+    assert from_json(to_json(cluster)) == cluster
     assert [path.name for path in tmp_path.iterdir()] == ["cluster.json"]
 
 
@@ -66,20 +78,10 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.replace", full)
-    with pytest.raises(UserError, match="cannot be written: No space left"):
+    with pytest.raises(OSError, match="No space left"):
         save_cluster(CLUSTER.with_nodes(3), tmp_path / "cluster.json")
     assert load_cluster(tmp_path / "cluster.json") == CLUSTER
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(UserError, match="cannot be written: No such file or directory"):
-        save_cluster(CLUSTER, tmp_path / "nowhere" / "cluster.json")
-
-
-def saved(tmp_path):
-    save_cluster(CLUSTER, tmp_path / "saved.json")
-    return (tmp_path / "saved.json").read_text()
 
 
 def load_error(tmp_path, text):
@@ -95,7 +97,7 @@ def load_error(tmp_path, text):
 
 @pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.99])
 def test_a_file_cut_off(share, tmp_path):
-    text = saved(tmp_path)
+    text = to_json(CLUSTER)
     assert "not JSON, or was cut off" in load_error(tmp_path, text[: int(len(text) * share)])
 
 
@@ -144,7 +146,7 @@ REMOVED = object()
     ],
 )
 def test_a_wrong_field_is_named(path, value, message, tmp_path):
-    content = json.loads(saved(tmp_path))
+    content = json.loads(to_json(CLUSTER))
     *parents, last = (int(part) if part.isdecimal() else part for part in path.split("."))
     target = content
     for part in parents:

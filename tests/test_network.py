@@ -105,6 +105,14 @@ def test_links(kind, group, seconds):
     assert not LINKS.is_measured(kind, Degree(*group))
 
 
+def test_the_basis_says_where_a_time_comes_from():
+    network = measured(("all-gather", (8, 2)), ("all-gather", (8, 8)), intra=INTRA, inter=INTER)
+    assert network.basis("all-gather", Degree(8, 2)) == "measured"
+    assert network.basis("all-reduce", Degree(8, 2)) == "as all-gather"
+    assert network.basis("all-gather", Degree(8, 4)) == "from 8x2, 8x8"
+    assert network.basis("all-reduce", Degree(8, 4)) == "links"
+
+
 def test_large_groups_divide_the_bandwidth():
     link = Link(bytes_per_s=100.0, latency_s=0, slowdown=((16, 1.0), (32, 1.25), (64, 2.0)))
     assert [link.effective_bytes_per_s(n) for n in (2, 16, 17, 32, 64, 65, 4096)] == [100, 100, 80, 80, 50, 50, 50]

@@ -6,8 +6,10 @@ from amsp_jax.cluster.device import DevicePeak as DevicePeak
 from amsp_jax.cluster.device import device_peak as device_peak
 from amsp_jax.cluster.device import peak_flops as peak_flops
 from amsp_jax.cluster.file import differences as differences
+from amsp_jax.cluster.file import from_json as from_json
 from amsp_jax.cluster.file import load_cluster as load_cluster
 from amsp_jax.cluster.file import save_cluster as save_cluster
+from amsp_jax.cluster.file import to_json as to_json
 from amsp_jax.cluster.network import CollectiveKind as CollectiveKind
 from amsp_jax.cluster.network import Link as Link
 from amsp_jax.cluster.network import Network as Network

@@ -30,16 +30,15 @@ def save_cluster(cluster: Cluster, path: str | os.PathLike[str]) -> None:
     """Writes the file, whole or not at all.
 
     Raises:
-      UserError: the folder is not there or cannot be written.
+      OSError: the folder is not there or cannot be written.
     """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        temporary.write_text(_rendered({"format": FORMAT, **_cluster_to_json(cluster)}) + "\n")
+        temporary.write_text(to_json(cluster))
         os.replace(temporary, target)
-    except OSError as error:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise UserError(f"cluster file {target}: it cannot be written: {error.strerror}. Name another path.") from None
 
 
 def load_cluster(path: str | os.PathLike[str]) -> Cluster:
@@ -49,9 +48,35 @@ def load_cluster(path: str | os.PathLike[str]) -> Cluster:
       UserError: no such file, not JSON or cut off, another format, a field missing, unknown or out of range.
     """
     try:
-        return _cluster_from_json(_read(Path(path)))
+        return from_json(Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = f"it cannot be read: {getattr(error, 'strerror', None) or error}."
     except UserError as error:
-        raise UserError(f"cluster file {os.fspath(path)}: {error} {_ANEW}") from None
+        reason = str(error)
+    raise UserError(f"cluster file {os.fspath(path)}: {reason} {_ANEW}")
+
+
+def to_json(cluster: Cluster) -> str:
+    """The text of a cluster file."""
+    return _rendered({"format": FORMAT, **_cluster_to_json(cluster)}) + "\n"
+
+
+def from_json(text: str) -> Cluster:
+    """The cluster of such a text.
+
+    Raises:
+      UserError: as `load_cluster`.
+    """
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        num_lines = len(text.splitlines())
+        raise UserError(f"it is not JSON, or was cut off: {error.msg} at line {error.lineno} of {num_lines}.") from None
+    if not isinstance(content, dict) or "format" not in content:
+        raise UserError(f"it has no field 'format', which in a cluster file is {FORMAT}.")
+    if (number := content.pop("format")) != FORMAT:
+        raise UserError(f"format={number!r}, but this version reads {FORMAT}.")
+    return _cluster_from_json(content)
 
 
 def differences(cluster: Cluster, running: Cluster) -> list[str]:
@@ -110,27 +135,10 @@ def _network_to_json(network: Network) -> dict[str, Any]:
     }
 
 
-def _read(path: Path) -> object:
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"it cannot be read: {getattr(error, 'strerror', None) or error}.") from None
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"it is not JSON, or was cut off: {error.msg} at line {error.lineno} of {len(text.splitlines())}."
-        ) from None
-
-
 def _cluster_from_json(content: object) -> Cluster:
-    if not isinstance(content, dict) or "format" not in content:
-        raise UserError(f"it has no field 'format', which in a cluster file is {FORMAT}.")
-    if content["format"] != FORMAT:
-        raise UserError(f"format={content['format']!r}, but this version reads {FORMAT}.")
     return _make(
         Cluster,
-        {name: value for name, value in content.items() if name != "format"},
+        content,
         "",
         name=_text,
         num_nodes=_integer,

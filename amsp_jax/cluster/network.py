@@ -27,11 +27,12 @@ Points = tuple[tuple[int, float], ...]
 """`(bytes of the whole message, seconds)`, by rising bytes."""
 
 # Which kind stands in for one that was not measured, best first: a gather and a reduce-scatter move the same bytes.
+_GATHER, _SCATTER, _REDUCE, _BROADCAST = CollectiveKind
 _SIBLINGS = {
-    CollectiveKind.ALL_GATHER: ("reduce-scatter", "all-reduce", "broadcast"),
-    CollectiveKind.REDUCE_SCATTER: ("all-gather", "all-reduce", "broadcast"),
-    CollectiveKind.ALL_REDUCE: ("reduce-scatter", "all-gather", "broadcast"),
-    CollectiveKind.BROADCAST: ("all-gather", "reduce-scatter", "all-reduce"),
+    _GATHER: (_SCATTER, _REDUCE, _BROADCAST),
+    _SCATTER: (_GATHER, _REDUCE, _BROADCAST),
+    _REDUCE: (_SCATTER, _GATHER, _BROADCAST),
+    _BROADCAST: (_GATHER, _SCATTER, _REDUCE),
 }
 
 
@@ -112,18 +113,29 @@ class Network:
         Raises:
           UserError: an unknown kind, or a link is needed and not known.
         """
+        kind = _known_kind(kind)
         if group.total == 1:
             return 0.0
-        kind = _known_kind(kind)
         curves = self._curves
         if curve := curves.get((kind, group)):
             return curve.seconds(num_bytes)
-        for sibling in _SIBLINGS[kind]:
-            if curve := curves.get((sibling, group)):
-                return curve.seconds(num_bytes) * _traffic(kind, group.total) / _traffic(sibling, group.total)
+        if sibling := self._sibling(kind, group):
+            ratio = _traffic(kind, group.total) / _traffic(sibling, group.total)
+            return curves[sibling, group].seconds(num_bytes) * ratio
         if around := self._bracket(kind, group):
             return _between(group, [(other, curves[kind, other].seconds(num_bytes)) for other in around])
         return self.link_seconds(kind, num_bytes, group)
+
+    def basis(self, kind: str, group: Degree) -> str:
+        """Which of the four `seconds` takes, for a table: `measured`, `as all-reduce`, `from 8x2, 8x8` or `links`."""
+        kind = _known_kind(kind)
+        if self.is_measured(kind, group):
+            return "measured"
+        if sibling := self._sibling(kind, group):
+            return f"as {sibling}"
+        if around := self._bracket(kind, group):
+            return f"from {around[0]}, {around[1]}"
+        return "links"
 
     def link_seconds(self, kind: str, num_bytes: float, group: Degree) -> float:
         """The same from the two links alone, for a group `a x b`.
@@ -152,6 +164,9 @@ class Network:
     @functools.cached_property
     def _curves(self) -> dict[tuple[str, Degree], _Curve]:
         return {key: _Curve.of(points) for key, points in self.measured.items()}
+
+    def _sibling(self, kind: CollectiveKind, group: Degree) -> CollectiveKind | None:
+        return next((sibling for sibling in _SIBLINGS[kind] if (sibling, group) in self.measured), None)
 
     def _bracket(self, kind: CollectiveKind, group: Degree) -> tuple[Degree, Degree] | None:
         """The nearest smaller and larger measured groups that differ from `group` on its outer level only."""
