@@ -1,0 +1,187 @@
+"""A traced function as one flat list of operations, and what XLA is expected to keep of it in memory.
+
+XLA fuses elementwise operations: a value is written to memory only if it enters or leaves an operation that is a
+kernel of its own (a matrix product, attention, a scatter), is the result of a reduction, or leaves the function.
+Everything else is computed again where it is read. This is a model of the compiler, not the compiler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.extend import core
+
+_VIEWS = frozenset(
+    {"reshape", "name", "reduce_precision", "squeeze", "expand_dims", "transpose", "copy", "optimization_barrier"}
+)
+"""Their results are their operands seen otherwise: no bytes of their own."""
+_KERNELS = re.compile(
+    r"dot_general|conv_general|dot_product_attention|gather|scatter|sort|top_k|cum(sum|prod|max|min|logsumexp)|fft|"
+    r"ffi_call|pallas_call|cholesky|triangular_solve|while|cond|psum|all_to_all|ppermute|ragged_dot"
+)
+_REDUCTIONS = re.compile(r"reduce_(?!precision)|argmax|argmin")
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """An array of the program; views of one array are equal, whatever their shapes."""
+
+    number: int
+    shape: tuple[int, ...] = dataclasses.field(compare=False)
+    num_bytes: int = dataclasses.field(compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One primitive.
+
+    Attributes:
+      name, params: of the jaxpr's equation.
+      inputs, outputs: literals left out.
+      repeats: trips of the loops around it.
+    """
+
+    name: str
+    params: dict[str, Any]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    repeats: int
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether it fuses with nothing, so that its operands and results are in memory."""
+        return bool(_KERNELS.match(self.name))
+
+    @property
+    def is_reduction(self) -> bool:
+        """Whether its result is in memory, though not its operands."""
+        return bool(_REDUCTIONS.match(self.name))
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Operations in order, those without effect on the outputs left out; views are the values they show."""
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    operations: tuple[Operation, ...]
+
+
+def flatten(closed: core.ClosedJaxpr) -> Program:
+    """Calls inlined; a scan's body is there once, with its trips as `repeats`."""
+    flattener = _Flattener()
+    jaxpr = closed.jaxpr
+    environment = {v: flattener.fresh(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)}
+    flattener.walk(jaxpr, environment, 1)
+    outputs = tuple(environment[v] for v in jaxpr.outvars if v in environment)
+    return Program(tuple(environment[v] for v in jaxpr.invars), outputs, tuple(_live(flattener.operations, outputs)))
+
+
+class _Flattener:
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self._count = 0
+
+    def fresh(self, aval: Any) -> Value:
+        self._count += 1
+        shape = tuple(getattr(aval, "shape", ()))
+        # A PRNG key has a dtype without an item size; keys are a few bytes.
+        return Value(self._count, shape, math.prod(shape) * getattr(getattr(aval, "dtype", None), "itemsize", 0))
+
+    def walk(self, jaxpr: Any, environment: dict[Any, Value], repeats: int) -> None:
+        """Appends the operations of `jaxpr` and enters the values of its variables in `environment`."""
+        for eqn in jaxpr.eqns:
+            inputs = [None if isinstance(v, core.Literal) else environment[v] for v in eqn.invars]
+            results = self._results(eqn, inputs, repeats)
+            environment.update(zip(eqn.outvars, results, strict=True))
+
+    def _results(self, eqn: Any, inputs: Sequence[Value | None], repeats: int) -> list[Value]:
+        name, known = eqn.primitive.name, tuple(v for v in inputs if v is not None)
+        if name == "scan":
+            return self._scan(eqn, inputs, repeats)
+        body = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+        if body is not None and not _KERNELS.match(name):
+            return self._call(body, inputs, repeats)
+        if name in _VIEWS and len(known) == len(eqn.outvars):
+            return [dataclasses.replace(v, shape=out.aval.shape) for v, out in zip(known, eqn.outvars, strict=True)]
+        outputs = tuple(self.fresh(v.aval) for v in eqn.outvars)
+        self.operations.append(Operation(name, eqn.params, known, outputs, repeats))
+        return list(outputs)
+
+    def _call(self, body: Any, inputs: Sequence[Value | None], repeats: int) -> list[Value]:
+        jaxpr = getattr(body, "jaxpr", body)
+        environment = {v: self.fresh(v.aval) for v in jaxpr.constvars}
+        for variable, value in zip(jaxpr.invars, inputs, strict=True):
+            environment[variable] = value or self.fresh(variable.aval)
+        self.walk(jaxpr, environment, repeats)
+        return [environment[v] if v in environment else self.fresh(v.aval) for v in jaxpr.outvars]
+
+    def _scan(self, eqn: Any, inputs: Sequence[Value | None], repeats: int) -> list[Value]:
+        """One trip reads what the loop reads; what the loop returns is new."""
+        self._call(eqn.params["jaxpr"], inputs, repeats * eqn.params["length"])
+        return [self.fresh(v.aval) for v in eqn.outvars]
+
+
+def _live(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[Operation]:
+    needed, kept = set(outputs), []
+    for operation in reversed(operations):
+        # A loop's body is not connected to its results, so all of it counts.
+        if operation.repeats > 1 or needed.intersection(operation.outputs):
+            needed.update(operation.inputs)
+            kept.append(operation)
+    return kept[::-1]
+
+
+class Materialised:
+    """Which values of a program are in memory."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._producer = {v: op for op in program.operations for v in op.outputs}
+        self._kept = {*program.inputs, *program.outputs}
+        for op in program.operations:
+            self._kept.update(op.outputs if op.is_kernel or op.is_reduction else ())
+            self._kept.update(op.inputs if op.is_kernel else ())
+        self._sources: dict[Value, frozenset[Value]] = {}
+
+    def __contains__(self, value: Value) -> bool:
+        return value in self._kept
+
+    def reads(self, operation: Operation) -> frozenset[Value]:
+        """The values in memory from which an operation, and what is fused into it, is computed."""
+        return frozenset().union(*(self._source(v) for v in operation.inputs))
+
+    def _source(self, value: Value) -> frozenset[Value]:
+        if value in self._kept:
+            return frozenset([value])
+        if value not in self._sources:
+            producer = self._producer.get(value)
+            self._sources[value] = self.reads(producer) if producer else frozenset()
+        return self._sources[value]
+
+    def roots(self) -> Iterator[Operation]:
+        """Operations whose results are in memory: one kernel each."""
+        return (op for op in self.program.operations if any(v in self for v in op.outputs))
+
+
+def traffic_bytes(program: Program) -> int:
+    """Bytes that all kernels but matrix products and attention read and write; an estimate, see the module.
+
+    XLA merges kernels that read the same arrays, so this is an upper estimate of reads.
+    """
+    memory, total = Materialised(program), 0
+    for op in memory.roots():
+        if not re.match("dot_general|dot_product_attention|conv", op.name):
+            total += op.repeats * _moved_bytes(op, memory)
+    return total
+
+
+def _moved_bytes(operation: Operation, memory: Materialised) -> int:
+    written = sum(v.num_bytes for v in operation.outputs if v in memory)
+    if operation.name == "gather":
+        return 2 * written
+    return written + sum(v.num_bytes for v in memory.reads(operation))
