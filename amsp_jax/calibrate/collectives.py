@@ -1,0 +1,184 @@
+"""Seconds of the collectives of training, by kind, group and message size, all groups of a shape active at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from amsp_jax.calibrate.programs import Body, Machine, chained, filled, group_axes, group_mesh, repeated
+from amsp_jax.calibrate.stopwatch import Stopwatch
+from amsp_jax.strategy import Degree
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce")
+_COARSE = tuple(2**18 * 16**i for i in range(4))
+_BETWEEN = tuple(2**20 * 16**i for i in range(3))
+SIZES = tuple(sorted(_COARSE + _BETWEEN))
+"""Message bytes: 256 KiB to 1 GiB in steps of 4."""
+
+# Of a device's memory, for the buffers of one collective.
+_MEMORY_SHARE = 0.25
+# For the very first message alone: afterwards smaller ones and other groups predict.
+_FIRST_GUESS_S = 1e-4
+
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+"""Of a device's input and result."""
+
+Table = dict[tuple[str, Degree], dict[int, float]]
+"""Seconds by message bytes, for each kind and group."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """One kind of collective in groups of one shape, and the sizes to measure, ascending."""
+
+    kind: str
+    group: Degree
+    sizes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.group}"
+
+
+def measure_collectives(
+    machine: Machine, watch: Stopwatch, until_s: float, sizes: Iterable[int] = SIZES
+) -> tuple[Table, list[str]]:
+    """The table, and a note for each series that is not complete.
+
+    The four coarse sizes come first in every group, then the sizes between them, then groups that span nodes and
+    leave devices of a node out.
+
+    Args:
+      machine: the devices.
+      watch: whose elapsed seconds count.
+      until_s: when to stop, on that clock. Each series has an equal share of what is left of its pass.
+      sizes: message bytes.
+    """
+    table: Table = {}
+    notes = []
+    for series_of_pass in _passes(machine, set(sizes)):
+        for i, series in enumerate(series_of_pass):
+            share_s = (until_s - watch.elapsed_s) / (len(series_of_pass) - i)
+            notes += _measure_series(machine, watch, series, share_s, table)
+    return table, notes
+
+
+def groups(num_nodes: int, devices_per_node: int) -> tuple[list[Degree], list[Degree]]:
+    """The groups that strategies use most, large ones first, and the other nested ones."""
+    intra, inter = _divisors(devices_per_node), _divisors(num_nodes)
+    inside = [Degree(a, 1) for a in intra if a > 1]
+    full = [Degree(devices_per_node, b) for b in inter if b > 1]
+    across = [Degree(1, b) for b in inter if b > 1 and devices_per_node > 1]
+    every = [Degree(a, b) for a in intra for b in inter if a * b > 1]
+    first = inside + full + across
+    return first, [group for group in every if group not in first]
+
+
+def collective(kind: str, group: Degree) -> Body:
+    """The body of a program: (input, result) to the same with the collective done once more."""
+    axes = group_axes(group)
+    run: Callable[[jax.Array], jax.Array] = {
+        "all-gather": lambda x: lax.all_gather(x, axes, tiled=True),
+        "reduce-scatter": lambda x: lax.psum_scatter(x, axes, tiled=True),
+        "all-reduce": lambda x: lax.psum(x, axes),
+    }[kind]
+
+    def body(x: jax.Array, result: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = chained(x, result)
+        return x, run(x)
+
+    return body
+
+
+def local_shapes(kind: str, group: Degree, num_items: int) -> Shapes:
+    """Shapes of a device's input and result for a whole message of `num_items`."""
+    shard = num_items // group.total
+    return {
+        "all-gather": ((shard,), (num_items,)),
+        "reduce-scatter": ((num_items,), (shard,)),
+        "all-reduce": ((num_items,), (num_items,)),
+    }[kind]
+
+
+def payload_dtype(platform: str) -> jnp.dtype:
+    """Bfloat16, as in training; float32 on the CPU, whose collectives convert bfloat16."""
+    return jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
+
+
+def _passes(machine: Machine, sizes: set[int]) -> Iterator[list[Series]]:
+    first, others = groups(machine.num_nodes, machine.devices_per_node)
+    coarse, between = (tuple(s for s in sorted(sizes) if (s in _COARSE) == is_coarse) for is_coarse in (True, False))
+    for chosen, pass_sizes in ((first, coarse), (first, between), (others, coarse)):
+        if pass_sizes:
+            yield [Series(kind, group, pass_sizes) for group, kind in itertools.product(chosen, KINDS)]
+
+
+def _measure_series(machine: Machine, watch: Stopwatch, series: Series, share_s: float, table: Table) -> list[str]:
+    """Adds to the table what fits into `share_s`, and says what did not."""
+    mesh = group_mesh(machine, series.group)
+    dtype = payload_dtype(machine.platform)
+    begin_s = watch.elapsed_s
+    for i, num_bytes in enumerate(series.sizes):
+        left_out = f"{series}: {', '.join(map(size_text, series.sizes[i:]))} left out"
+        # A message is cut into equal shards, whatever their number.
+        num_items = -(-num_bytes // (series.group.total * dtype.itemsize)) * series.group.total
+        shapes = local_shapes(series.kind, series.group, num_items)
+        if sum(shape[0] for shape in shapes) * dtype.itemsize > _MEMORY_SHARE * machine.memory_bytes:
+            return [f"{left_out}: the buffers would take too much of a device's {size_text(machine.memory_bytes)}"]
+        known = table.get((series.kind, series.group), {})
+        predicted_s = _predict(known, num_bytes) if known else _typical(table, num_bytes)
+        cost_s, left_s = watch.cost_s(predicted_s), share_s - (watch.elapsed_s - begin_s)
+        # Every group gets its latency, so that no link stays unknown.
+        is_first = not known and series.kind == KINDS[0]
+        if cost_s > left_s and not is_first:
+            return [f"{left_out}: about {cost_s:.1f} s for the first, {max(left_s, 0):.1f} s left"]
+        seconds = _measure(watch, mesh, series, shapes, dtype, predicted_s)
+        table.setdefault((series.kind, series.group), {})[num_items * dtype.itemsize] = seconds
+    return []
+
+
+def _measure(
+    watch: Stopwatch, mesh: Mesh, series: Series, shapes: Shapes, dtype: jnp.dtype, predicted_s: float
+) -> float:
+    body = collective(series.kind, series.group)
+    num_bytes = max(shapes)[0] * dtype.itemsize
+    return watch.measure(
+        f"{series} {size_text(num_bytes)}",
+        lambda num_repeats: repeated(mesh, body, len(shapes), num_repeats),
+        lambda: filled(mesh, [(shape, dtype.name) for shape in shapes]),
+        predicted_s,
+    )
+
+
+def _predict(known: dict[int, float], num_bytes: int) -> float:
+    """From the sizes around it, a line; beyond them, in proportion to the nearest, which is never too little."""
+    below = max((size for size in known if size <= num_bytes), default=None)
+    above = min((size for size in known if size >= num_bytes), default=None)
+    if below is None or above is None:
+        nearest = min(known) if below is None else below
+        return known[nearest] * max(num_bytes / nearest, 1.0)
+    share = (num_bytes - below) / max(above - below, 1)
+    return known[below] + share * (known[above] - known[below])
+
+
+def _typical(table: Table, num_bytes: int) -> float:
+    """The slowest of the smallest messages measured so far: where there is no better guess."""
+    return max((_predict(known, num_bytes) for known in table.values()), default=_FIRST_GUESS_S)
+
+
+def _divisors(number: int) -> list[int]:
+    """Large ones first."""
+    return [d for d in range(number, 0, -1) if number % d == 0]
+
+
+def size_text(num_bytes: int) -> str:
+    """`256 KiB`, `1 GiB`."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.4g} {name}"
+    return f"{num_bytes} B"

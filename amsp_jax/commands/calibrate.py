@@ -1,0 +1,104 @@
+"""`python -m amsp_jax calibrate --out cluster.json`: measures the machines that will train."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from amsp_jax import launch
+from amsp_jax.calibrate import DEFAULT_BUDGET_S, ProgressLine, calibrate, plot_network
+from amsp_jax.cluster import Cluster, save_cluster
+from amsp_jax.errors import UserError
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to a parser's subparsers."""
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure collectives and rates of the devices, for `plan`",
+        description="Measures the devices and their network. Start it as training is started: alone, with srun, or as "
+        "several processes by hand.",
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the cluster file to write (JSON)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw bandwidth by message size, as a PNG")
+    parser.add_argument(
+        "--budget", type=float, default=DEFAULT_BUDGET_S, metavar="S", help="seconds (default: %(default)g)"
+    )
+    parser.add_argument("--devices-per-node", type=int, metavar="N", help="split each node into logical ones")
+    parser.add_argument("--simulated-nodes", type=int, metavar="N", help="on the CPU: nodes to simulate")
+    parser.add_argument("--simulated-devices-per-node", type=int, metavar="N", help="on the CPU: devices of each")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of several processes that SLURM did not start")
+    parser.add_argument("--num-processes", type=int, metavar="N", help="how many they are")
+    parser.add_argument("--process-id", type=int, metavar="I", help="which one this is, from 0")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Writes the cluster file, and prints what it holds.
+
+    Raises:
+      UserError: a budget or a file that cannot be, devices that cannot be used.
+    """
+    _check(args)
+    layout = launch.setup(
+        simulated_nodes=args.simulated_nodes,
+        simulated_devices_per_node=args.simulated_devices_per_node,
+        devices_per_node=args.devices_per_node,
+        coordinator=args.coordinator,
+        num_processes=args.num_processes,
+        process_id=args.process_id,
+    )
+    progress = ProgressLine() if layout.process_index == 0 else None
+    try:
+        cluster = calibrate(layout, args.budget, progress)
+    finally:
+        if progress:
+            progress.close()
+    if layout.process_index == 0:
+        save_cluster(cluster, args.out)
+        if args.plot:
+            plot_network(cluster, args.plot)
+        print("\n".join([*layout.notes, *_summary(cluster), *_files(args)]))
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What would only fail after two minutes of measuring."""
+    if not args.budget > 0:
+        raise UserError(
+            f"--budget={args.budget:g}: seconds to measure, more than 0; the default is {DEFAULT_BUDGET_S:g}"
+        )
+    for flag, path in (("--out", args.out), ("--plot", args.plot)):
+        if path is None:
+            continue
+        if path.is_dir() or not path.resolve().parent.is_dir():
+            raise UserError(
+                f"{flag}={path}: {'a folder' if path.is_dir() else 'its folder does not exist'}; name a file"
+            )
+    if args.plot and args.plot.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise UserError(f"--plot={args.plot}: draws .png, .pdf and .svg; name it network.png")
+
+
+def _summary(cluster: Cluster) -> list[str]:
+    rates, network = cluster.rates, cluster.network
+    assert rates
+    lines = [f"{cluster.device_kind}: {str(cluster.ranks).replace('data rank', 'device')}, {cluster.source}"]
+    for dtype, products in rates.matmul.items():
+        m, k, n, best = max(products, key=lambda point: point[-1])
+        lines.append(f"products of {dtype}: up to {_tera(best)} at {m} x {k} x {n}")
+    forward, backward = rates.attention_flops_per_s
+    lines.append(f"attention: {_tera(forward)} forward, {_tera(backward)} backward")
+    lines.append(f"memory: {rates.memory_bytes_per_s / 1e9:.4g} GB/s")
+    lines.append(f"compute beside a collective: {rates.overlap_slowdown:.2f} times as long")
+    for (kind, group), points in network.measured.items() if network else ():
+        (_, shortest_s), (num_bytes, seconds) = points[0], points[-1]
+        lines.append(f"{kind} {group}: from {1e6 * shortest_s:.0f} us, to {num_bytes / seconds / 1e9:.3g} GB/s")
+    return lines + list(cluster.assumptions)
+
+
+def _tera(flops_per_s: float) -> str:
+    return f"{flops_per_s / 1e12:.3g} TFLOP/s"
+
+
+def _files(args: argparse.Namespace) -> list[str]:
+    return [f"cluster file: {args.out}"] + ([f"plot: {args.plot}"] if args.plot else [])
