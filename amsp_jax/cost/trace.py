@@ -109,8 +109,10 @@ def trace_model(sketch: Sketch, microbatch: int, seq_len: int, remat: Remat, com
 
 _ASSUMED: dict[str, Callable[..., Any]] = {
     "check_cudnn_version": lambda: 92800,
-    # Asked for one generation's lower bound on the version alone; the answer would start a backend.
+    # The answers would start a backend. The one bounds the version from below, the other the head dim, and a model
+    # that is built with this attention is for a device that has it.
     "is_cuda_compute_capability_equal": lambda capability: False,
+    "check_compute_capability": lambda capability: True,
 }
 
 
