@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 
-import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +10,7 @@ import oracle
 import pytest
 from oracle import RANKS, plan_for
 
+from amsp_jax import hlo
 from amsp_jax.state import abstract_state
 from amsp_jax.step import StepSettings, make_train_step
 from amsp_jax.strategy import all_degrees

@@ -1,0 +1,6 @@
+"""What a compiled program's text says: its collectives, and what runs between their start and their end."""
+
+from amsp_jax.hlo.collectives import Collective as Collective
+from amsp_jax.hlo.collectives import Groups as Groups
+from amsp_jax.hlo.collectives import collectives as collectives
+from amsp_jax.hlo.collectives import mesh_groups as mesh_groups
