@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from amsp_jax import cli, launch, trainer
-from amsp_jax.job import combine_thresholds
+from amsp_jax.job import compiler_options
 from amsp_jax.strategy import parse
 
 
@@ -31,19 +31,19 @@ def train(argv: Sequence[str]) -> None:
     loaded = cli.load_config(line.gin_files, line.bindings)
     config = loaded.config
     parse(config.strategy)
-    shapes = cli.build_model(config).model
+    cli.build_model(config)
 
     # Devices, in order; from here on jax runs.
     layout = launch.setup(
         simulated_nodes=config.simulated_nodes,
         simulated_devices_per_node=config.simulated_devices_per_node,
         devices_per_node=config.devices_per_node,
-        thresholds=combine_thresholds(config, shapes),
         coordinator=line.coordinator,
         num_processes=line.num_processes,
         process_id=line.process_id,
     )
     built = cli.build_model(config, layout.devices[0])
+    environment = {**launch.environment(), "compiler_options": compiler_options(config, built.model, layout)}
 
     trainer.train(
         config,
@@ -54,7 +54,7 @@ def train(argv: Sequence[str]) -> None:
         files={
             "config.gin": loaded.config_gin,
             "operative_config.gin": loaded.operative_config_gin,
-            "environment.json": json.dumps(launch.environment(), indent=2) + "\n",
+            "environment.json": json.dumps(environment, indent=2) + "\n",
         },
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from amsp_jax import xla_flags
 from amsp_jax.checkpoint import leaf_paths
 from amsp_jax.checks import BatchShape, batch_shape, require_compiled_memory, require_memory
 from amsp_jax.config import TrainConfig
@@ -103,24 +105,17 @@ def data_ranks(layout: Layout) -> DataRanks:
     return DataRanks(layout.devices_per_node, layout.num_nodes)
 
 
-def combine_thresholds(config: TrainConfig, model: Model) -> Callable[[int, int], tuple[int, int]]:
-    """`(num_nodes, devices_per_node) -> (gather bytes, scatter bytes)`: collectives are combined up to one block.
+def compiler_options(config: TrainConfig, model: Model, layout: Layout) -> dict[str, str]:
+    """What the step is compiled with beside `XLA_FLAGS`, whose values win; nothing on the CPU.
 
-    XLA counts the bytes of results: a gathered block in the compute dtype, a scattered one in the dtype of
-    reduction over the ranks that share a gradient.
+    Raises:
+      UserError: the strategy does not fit the devices.
     """
-    _, blocks, head = model.split(model.abstract_params())
-    num_params = sum(x.size for x in jax.tree.leaves(blocks[0] if blocks else head))
-
-    def thresholds(num_nodes: int, devices_per_node: int) -> tuple[int, int]:
-        degrees = parse(config.strategy).resolve(DataRanks(devices_per_node, num_nodes))
-        scattered = num_params // degrees.grads.total
-        return (
-            num_params * jnp.dtype(config.compute_dtype).itemsize,
-            scattered * jnp.dtype(config.reduce_dtype).itemsize,
-        )
-
-    return thresholds
+    if layout.platform == "cpu":
+        return {}
+    degrees = parse(config.strategy).resolve(data_ranks(layout))
+    options = xla_flags.combine_thresholds(model, degrees, config.compute_dtype, config.reduce_dtype)
+    return xla_flags.without(options, os.environ.get("XLA_FLAGS", ""))
 
 
 def _schedule(config: TrainConfig) -> Schedule:
@@ -157,7 +152,8 @@ def compile_step(job: Job) -> TrainStep:
         for name, dtype in dtypes.items()
     }
     seed = jax.ShapeDtypeStruct((), jnp.uint32)
-    compiled = step.lower(abstract_state(job.model, job.optimizer, job.plan), batch, seed).compile()
+    lowered = step.lower(abstract_state(job.model, job.optimizer, job.plan), batch, seed)
+    compiled = lowered.compile(compiler_options=compiler_options(job.config, job.model, job.layout))
     if job.layout.platform != "cpu":
         require_compiled_memory(compiled, job.layout.memory_bytes)
     return compiled

@@ -1,7 +1,8 @@
-"""The XLA flags of a run: a table with a reason for each, checked before XLA sees them.
+"""The XLA flags of a run, a table with a reason for each, and what is set for one compilation.
 
 XLA aborts the process on a flag it does not know, which no `except` catches, and flags come and go with
-versions. So a child process tries the final list once, and what it refuses is left out with a note.
+versions. So a child process tries the final list once, and what it refuses is left out with a note. XLA reads
+flags once a process; what depends on the strategy goes with the compilation, as `combine_thresholds`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from amsp_jax.errors import UserError
+from amsp_jax.model import Model
+from amsp_jax.strategy import Degrees
 
 _GPUS = ("cuda", "rocm")
 
@@ -85,25 +92,39 @@ _RULES = (
 )
 
 
-def flags(platform: str, gather_bytes: int | None = None, scatter_bytes: int | None = None) -> list[str]:
-    """The flags we want, as `--name=value`.
+def flags(platform: str) -> list[str]:
+    """The flags we want on "cuda", "rocm" or "cpu", as `--name=value`."""
+    return [f"--{rule.name}={rule.value}" for rule in _RULES if platform in rule.platforms]
 
-    Combine thresholds count the bytes of a collective's output. One block's worth makes one collective of
-    a block's leaves and does not merge blocks, whose collectives then could not overlap the blocks between.
+
+def combine_thresholds(model: Model, degrees: Degrees, compute_dtype: Any, reduce_dtype: Any) -> dict[str, str]:
+    """Compiler options for GPUs: collectives are combined up to one block.
+
+    Then the leaves of a block share one collective, and blocks are not merged: their collectives could not overlap
+    the blocks between. XLA counts the bytes of results: a gathered block in the compute dtype; a scattered one, which
+    is also what replicas then all-reduce, in the reduction dtype over the ranks that share a gradient.
 
     Args:
-      platform: "cuda", "rocm" or "cpu".
-      gather_bytes: one block's parameters in the compute dtype, whole; None keeps XLA's threshold.
-      scatter_bytes: one block's gradients in the reduction dtype over the size of the reduce-scatter's
-        group, which is also what replicas then all-reduce; None keeps XLA's thresholds.
+      model: whose first block counts, or its head if it has none.
+      degrees: the resolved strategy.
+      compute_dtype: of gathered parameters.
+      reduce_dtype: of reduced gradients.
     """
-    wanted = [f"--{rule.name}={rule.value}" for rule in _RULES if platform in rule.platforms]
-    if platform in _GPUS and gather_bytes is not None:
-        wanted.append(f"--xla_gpu_all_gather_combine_threshold_bytes={gather_bytes}")
-    if platform in _GPUS and scatter_bytes is not None:
-        wanted.append(f"--xla_gpu_reduce_scatter_combine_threshold_bytes={scatter_bytes}")
-        wanted.append(f"--xla_gpu_all_reduce_combine_threshold_bytes={scatter_bytes}")
-    return wanted
+    _, blocks, head = model.split(model.abstract_params())
+    num_params = sum(x.size for x in jax.tree.leaves(blocks[0] if blocks else head))
+    gather_bytes = num_params * jnp.dtype(compute_dtype).itemsize
+    scatter_bytes = num_params // degrees.grads.total * jnp.dtype(reduce_dtype).itemsize
+    return {
+        "xla_gpu_all_gather_combine_threshold_bytes": str(gather_bytes),
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": str(scatter_bytes),
+        "xla_gpu_all_reduce_combine_threshold_bytes": str(scatter_bytes),
+    }
+
+
+def without(options: dict[str, str], users: str) -> dict[str, str]:
+    """The options that the user's flags, a text like `XLA_FLAGS`, do not name: the user's values win."""
+    named = {flag_name(flag) for flag in users.split()}
+    return {name: value for name, value in options.items() if name not in named}
 
 
 def merge(*lists: Iterable[str]) -> list[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from amsp_jax import xla_flags  # noqa: E402  it imports no jax
+from amsp_jax import xla_flags  # noqa: E402
 
 
 def parse_args() -> argparse.Namespace:
@@ -40,38 +40,16 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--devices", type=int, default=0, help="devices of --compile_for, or simulated on a CPU")
     p.add_argument("--compile_for", type=Path, help="XLA device description; compiles only")
     p.add_argument("--xla_flags", default="", help="added to the flags of amsp_jax.xla_flags")
-    p.add_argument("--no_default_flags", action="store_true")
+    p.add_argument("--no_default_flags", action="store_true", help="nor its compiler options")
     p.add_argument("--dump", type=Path, help="write the compiled program here")
     p.add_argument("--profile", type=Path, help="write a profiler trace of two steps here")
     p.add_argument("--process", default="", help="ID/COUNT, one process per device, coordinator on this host")
     return p.parse_args()
 
 
-def block_bytes(args: argparse.Namespace) -> int:
-    """bf16 bytes of one block, from a child process: this one must set XLA's flags before it touches jax."""
-    import subprocess
-
-    code = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r})\n"
-        "import jax, math\n"
-        "from models.registry import build_model\n"
-        f"m = build_model({args.model!r}, {args.overrides!r})\n"
-        "print(2 * sum(math.prod(x.shape) for x in jax.tree.leaves(m.split(m.abstract_params())[1][0])))"
-    )
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    return int(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout)
-
-
-def default_flags(args: argparse.Namespace) -> str:
-    """Those of train.py, for gradients that all devices share."""
-    gather = block_bytes(args)
-    group = args.devices or len(list(Path("/dev").glob("nvidia[0-9]*")))
-    scatter = gather // group * (2 if args.reduce_dtype == "float32" else 1)
-    return " ".join(xla_flags.flags("cuda", gather, scatter))
-
-
 def set_environment(args: argparse.Namespace) -> None:
-    flags = args.xla_flags if args.no_default_flags else f"{default_flags(args)} {args.xla_flags}"
+    defaults = [] if args.no_default_flags else xla_flags.flags("cuda")
+    flags = " ".join([*defaults, args.xla_flags])
     if args.compile_for:
         flags += " --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -81,6 +59,14 @@ def set_environment(args: argparse.Namespace) -> None:
     else:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     os.environ["XLA_FLAGS"] = flags
+
+
+def compiler_options(args: argparse.Namespace, model, degrees) -> dict[str, str]:
+    """Those of train.py."""
+    if args.no_default_flags or (args.devices and not args.compile_for):
+        return {}
+    options = xla_flags.combine_thresholds(model, degrees, args.compute_dtype, args.reduce_dtype)
+    return xla_flags.without(options, args.xla_flags)
 
 
 def absent_devices(args: argparse.Namespace):
@@ -126,13 +112,15 @@ def main() -> None:
     state = abstract_state(model, optimizer, plan)
     seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=plan.replicated)
     start = time.perf_counter()
-    compiled = step.lower(state, batch, seed).compile()
+    options = compiler_options(args, model, plan.degrees)
+    compiled = step.lower(state, batch, seed).compile(compiler_options=options)
     memory = compiled.memory_analysis()
     row = {
         "model": args.model, "overrides": args.overrides, "strategy": str(plan.degrees), "seq_len": args.seq_len,
         "microbatch": args.microbatch, "accumulation": args.accumulation, "reduce_dtype": args.reduce_dtype,
         "remat": args.remat, "peel": not args.no_peel, "devices": len(devices), "nodes": args.nodes,
         "device_kind": devices[0].device_kind, "jax": jax.__version__, "xla_flags": os.environ["XLA_FLAGS"],
+        "compiler_options": options,
         "compile_s": round(time.perf_counter() - start, 1),
         "argument_gib": round(memory.argument_size_in_bytes / 2**30, 2),
         "temp_gib": round(memory.temp_size_in_bytes / 2**30, 2),

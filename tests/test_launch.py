@@ -21,6 +21,8 @@ from amsp_jax.launch.environment import _git_commit
 from amsp_jax.launch.grid import real_grid, share_gpus
 from amsp_jax.launch.processes import Processes, find_processes
 from amsp_jax.launch.rendezvous import Facts, meet
+from amsp_jax.strategy import DataRanks, parse
+from models.registry import build_model
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -95,13 +97,26 @@ def test_visible_gpus(tmp_path, variables, count):
 # XLA flags
 
 
-def test_thresholds_follow_the_block_and_the_platform():
-    text = " ".join(xla_flags.flags("cuda", gather_bytes=400, scatter_bytes=100))
-    assert "--xla_gpu_all_gather_combine_threshold_bytes=400 " in text
-    assert "--xla_gpu_reduce_scatter_combine_threshold_bytes=100 " in text
-    assert "--xla_gpu_enable_triton_gemm" not in text
+def test_flags_follow_the_platform():
+    assert not any("triton_gemm" in flag for flag in xla_flags.flags("cuda"))
     assert "--xla_gpu_enable_triton_gemm=false" in xla_flags.flags("rocm")
-    assert all(flag.startswith("--xla_cpu") for flag in xla_flags.flags("cpu", 400, 100))
+    assert all(flag.startswith("--xla_cpu") for flag in xla_flags.flags("cpu"))
+
+
+def test_collectives_are_combined_up_to_a_block():
+    model = build_model("llama-tiny")
+    block = sum(x.size for x in jax.tree.leaves(model.split(model.abstract_params())[1][0]))
+    degrees = parse("params=4x1 grads=4x2 opt_state=4x2").resolve(DataRanks(4, 2))
+    assert xla_flags.combine_thresholds(model, degrees, "bfloat16", "float32") == {
+        "xla_gpu_all_gather_combine_threshold_bytes": str(2 * block),
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": str(4 * (block // 8)),
+        "xla_gpu_all_reduce_combine_threshold_bytes": str(4 * (block // 8)),
+    }
+
+
+def test_a_threshold_of_the_users_is_left_to_the_flags():
+    options = {"xla_a": "1", "xla_b": "2"}
+    assert xla_flags.without(options, "--xla_b=7 --xla_c") == {"xla_a": "1"}
 
 
 def test_the_users_flags_win():
@@ -109,7 +124,7 @@ def test_the_users_flags_win():
 
 
 def test_a_flag_that_xla_refuses_is_dropped_once_and_remembered(tmp_path, monkeypatch):
-    ours = ["--xla_gpu_enable_no_such_thing=true", *xla_flags.flags("cuda", 1, 1)]
+    ours = ["--xla_gpu_enable_no_such_thing=true", *xla_flags.flags("cuda")]
     ours += xla_flags.flags("rocm")
     cache = tmp_path / "new" / "flags.json"
     kept, notes = xla_flags.checked(ours, [], cache)

@@ -7,7 +7,6 @@ import os
 import pathlib
 import re
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,9 +24,6 @@ from amsp_jax.launch.rendezvous import Facts, meet
 _HEARTBEAT_S, _SHUTDOWN_S = 30, 60
 # By default jax takes 75 % of a GPU. The rest is for NCCL, cuDNN and the context.
 _MEMORY_FRACTION = "0.92"
-
-Thresholds = Callable[[int, int], tuple[int, int]]
-"""`(num_nodes, devices_per_node) -> (gather_bytes, scatter_bytes)` of `xla_flags.flags`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +70,6 @@ def setup(
     simulated_devices_per_node: int | None = None,
     devices_per_node: int | None = None,
     extra_xla_flags: str = "",
-    thresholds: Thresholds | None = None,
     coordinator: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
@@ -88,7 +83,6 @@ def setup(
       simulated_nodes, simulated_devices_per_node: the grid on the CPU, over all processes; 1 where None.
       devices_per_node: splits each real node into logical ones of this size; None leaves them whole.
       extra_xla_flags: as in `XLA_FLAGS`, and stronger.
-      thresholds: sizes the combining of collectives on GPUs, once the grid is known.
       coordinator, num_processes, process_id: for a run of several processes that SLURM did not start;
         `num_processes=1` keeps a process alone wherever it runs.
       timeout_s: how long the processes wait for one another.
@@ -117,7 +111,7 @@ def setup(
     else:
         gpu_ids, everyone = share_gpus(everyone, processes.index)
         grid = real_grid(everyone, devices_per_node)
-    notes += _set_flags(platform, extra_xla_flags, thresholds, grid)
+    notes += _set_flags(platform, extra_xla_flags)
     _choose_backend(platform, num_local, processes.count)
     _connect(processes, gpu_ids, timeout_s)
     _start_backend(platform)
@@ -186,16 +180,12 @@ def _gpu_group(platform: str, processes: Processes) -> str:
     return " ".join(f"{name}={os.environ.get(name)}" for name in VISIBILITY.get(platform, ()))
 
 
-def _set_flags(platform: str, extra: str, thresholds: Thresholds | None, grid: Grid) -> list[str]:
+def _set_flags(platform: str, extra: str) -> list[str]:
     """Sets `XLA_FLAGS` and, on GPUs, the memory fraction; the user's own values win."""
-    gather_bytes, scatter_bytes = None, None
     if platform != "cpu":
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _MEMORY_FRACTION)
-        if thresholds is not None:
-            gather_bytes, scatter_bytes = thresholds(grid.num_nodes, grid.devices_per_node)
-    ours = xla_flags.flags(platform, gather_bytes, scatter_bytes)
     users = xla_flags.merge(os.environ.get("XLA_FLAGS", "").split(), extra.split())
-    final, notes = xla_flags.checked(ours, users)
+    final, notes = xla_flags.checked(xla_flags.flags(platform), users)
     os.environ["XLA_FLAGS"] = " ".join(final)
     return notes
 
