@@ -3,6 +3,7 @@
 from amsp_jax.cluster.cluster import Cluster as Cluster
 from amsp_jax.cluster.device import DEVICE_PEAKS as DEVICE_PEAKS
 from amsp_jax.cluster.device import DevicePeak as DevicePeak
+from amsp_jax.cluster.device import compute_capability as compute_capability
 from amsp_jax.cluster.device import device_peak as device_peak
 from amsp_jax.cluster.device import peak_flops as peak_flops
 from amsp_jax.cluster.file import differences as differences

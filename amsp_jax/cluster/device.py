@@ -77,3 +77,16 @@ def peak_flops(device_kind: str) -> float | None:
     """
     row = device_peak(device_kind)
     return row.flops if row else None
+
+
+_CAPABILITIES = {"V100": "7.0", "A100": "8.0", "A800": "8.0", "G?H[128]00": "9.0", "G?B200": "10.0"}
+
+
+def compute_capability(device_kind: str) -> str | None:
+    """NVIDIA's compute capability of a device; None for others.
+
+    >>> compute_capability("NVIDIA H200")
+    '9.0'
+    """
+    fits = (version for name, version in _CAPABILITIES.items() if re.search(rf"(?<!\w){name}", device_kind))
+    return next(fits, None)
