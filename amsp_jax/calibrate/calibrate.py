@@ -7,7 +7,6 @@ import datetime
 import os
 import platform
 import re
-import tempfile
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -20,14 +19,14 @@ from amsp_jax.calibrate.collectives import SIZES, Table, measure_collectives
 from amsp_jax.calibrate.compute import CPU_MENU, GPU_MENU, Menu, Workbench
 from amsp_jax.calibrate.programs import Machine
 from amsp_jax.calibrate.stopwatch import Progress, Stopwatch
-from amsp_jax.cluster import Cluster, Link, Network, Rates, differences, load_cluster, save_cluster
+from amsp_jax.cluster import Cluster, Link, Network, Rates, differences, from_json, load_cluster, save_cluster
 from amsp_jax.errors import UserError
 from amsp_jax.strategy import Degree
 
 DEFAULT_BUDGET_S = 100.0
 
 # Shares of the budget that have gone by when the next part begins; products beside a collective come last.
-_COMPUTE_UNTIL, _COLLECTIVES_UNTIL = 0.35, 0.95
+_COMPUTE_UNTIL, _COLLECTIVES_UNTIL = 0.35, 0.92
 
 FromProcess0 = Callable[[Callable[[], Any]], Any]
 """Gives every process what the function returns in process 0, a JSON value: `launch.from_process_0`."""
@@ -105,7 +104,7 @@ def calibrated(
     found = from_process_0(lambda: _read(path, running))
     if found["text"] is not None:
         # Memory that is free varies; what was measured does not depend on it.
-        cluster = dataclasses.replace(_parse(found["text"]), memory_bytes=running.memory_bytes)
+        cluster = dataclasses.replace(from_json(found["text"]), memory_bytes=running.memory_bytes)
         return cluster, f"measured on {cluster.date}, from {path}"
     cluster = calibrate(machine, budget_s, progress)
     kept = from_process_0(lambda: _write(cluster, path))
@@ -124,13 +123,6 @@ def _read(path: Path, running: Cluster) -> dict[str, str | None]:
     if changed:
         return {"text": None, "why": f" ({path} is of other devices: {'; '.join(changed)})"}
     return {"text": path.read_text(), "why": ""}
-
-
-def _parse(text: str) -> Cluster:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "cluster.json"
-        path.write_text(text)
-        return load_cluster(path)
 
 
 def _write(cluster: Cluster, path: Path) -> str:

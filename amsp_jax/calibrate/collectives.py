@@ -41,14 +41,11 @@ class Series:
     group: Degree
     sizes: tuple[int, ...]
 
-    def __str__(self) -> str:
-        return f"{self.kind} {self.group}"
-
 
 def measure_collectives(
     machine: Machine, watch: Stopwatch, until_s: float, sizes: Iterable[int] = SIZES
 ) -> tuple[Table, list[str]]:
-    """The table, and a note for each series that is not complete.
+    """The table, and notes on what is missing in it.
 
     The four coarse sizes come first in every group, then the sizes between them, then groups that span nodes and
     leave devices of a node out.
@@ -60,12 +57,13 @@ def measure_collectives(
       sizes: message bytes.
     """
     table: Table = {}
-    notes = []
+    missing: dict[tuple[str, str], list[Series]] = {}
     for series_of_pass in _passes(machine, set(sizes)):
         for i, series in enumerate(series_of_pass):
             share_s = (until_s - watch.elapsed_s) / (len(series_of_pass) - i)
-            notes += _measure_series(machine, watch, series, share_s, table)
-    return table, notes
+            for reason, left_out in _measure_series(machine, watch, series, share_s, table).items():
+                missing.setdefault((reason, ", ".join(map(size_text, left_out))), []).append(series)
+    return table, [f"{reason}: {what} in {_names(every)}" for (reason, what), every in missing.items()]
 
 
 def groups(num_nodes: int, devices_per_node: int) -> tuple[list[Degree], list[Degree]]:
@@ -118,28 +116,37 @@ def _passes(machine: Machine, sizes: set[int]) -> Iterator[list[Series]]:
             yield [Series(kind, group, pass_sizes) for group, kind in itertools.product(chosen, KINDS)]
 
 
-def _measure_series(machine: Machine, watch: Stopwatch, series: Series, share_s: float, table: Table) -> list[str]:
-    """Adds to the table what fits into `share_s`, and says what did not."""
+def _names(every: list[Series]) -> str:
+    """The groups of which every kind is there, and the others one by one."""
+    kinds_of = {s.group: [other.kind for other in every if other.group == s.group] for s in every}
+    return ", ".join(
+        f"{group}" if len(kinds) == len(KINDS) else f"{group} ({', '.join(kinds)})" for group, kinds in kinds_of.items()
+    )
+
+
+def _measure_series(
+    machine: Machine, watch: Stopwatch, series: Series, share_s: float, table: Table
+) -> dict[str, tuple[int, ...]]:
+    """Adds to the table what fits into `share_s`; returns what did not, by the reason."""
     mesh = group_mesh(machine, series.group)
     dtype = payload_dtype(machine.platform)
     begin_s = watch.elapsed_s
     for i, num_bytes in enumerate(series.sizes):
-        left_out = f"{series}: {', '.join(map(size_text, series.sizes[i:]))} left out"
         # A message is cut into equal shards, whatever their number.
         num_items = -(-num_bytes // (series.group.total * dtype.itemsize)) * series.group.total
         shapes = local_shapes(series.kind, series.group, num_items)
         if sum(shape[0] for shape in shapes) * dtype.itemsize > _MEMORY_SHARE * machine.memory_bytes:
-            return [f"{left_out}: the buffers would take too much of a device's {size_text(machine.memory_bytes)}"]
+            return {f"too large to measure in {size_text(machine.memory_bytes)} of memory": series.sizes[i:]}
         known = table.get((series.kind, series.group), {})
         predicted_s = _predict(known, num_bytes) if known else _typical(table, num_bytes)
-        cost_s, left_s = watch.cost_s(predicted_s), share_s - (watch.elapsed_s - begin_s)
+        left_s = share_s - (watch.elapsed_s - begin_s)
         # Every group gets its latency, so that no link stays unknown.
         is_first = not known and series.kind == KINDS[0]
-        if cost_s > left_s and not is_first:
-            return [f"{left_out}: about {cost_s:.1f} s for the first, {max(left_s, 0):.1f} s left"]
+        if watch.cost_s(predicted_s) > left_s and not is_first:
+            return {f"not measured within {watch.budget_s:g} s": series.sizes[i:]}
         seconds = _measure(watch, mesh, series, shapes, dtype, predicted_s)
         table.setdefault((series.kind, series.group), {})[num_items * dtype.itemsize] = seconds
-    return []
+    return {}
 
 
 def _measure(
@@ -148,7 +155,7 @@ def _measure(
     body = collective(series.kind, series.group)
     num_bytes = max(shapes)[0] * dtype.itemsize
     return watch.measure(
-        f"{series} {size_text(num_bytes)}",
+        f"{series.kind} {series.group} {size_text(num_bytes)}",
         lambda num_repeats: repeated(mesh, body, len(shapes), num_repeats),
         lambda: filled(mesh, [(shape, dtype.name) for shape in shapes]),
         predicted_s,

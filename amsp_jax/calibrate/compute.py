@@ -103,6 +103,11 @@ class Workbench:
     until_s: float
     notes: list[str] = dataclasses.field(default_factory=list)
 
+    @property
+    def max_bytes(self) -> float:
+        """Of the arrays of one measurement."""
+        return _MEMORY_SHARE * self.machine.memory_bytes
+
     @functools.cached_property
     def mesh(self) -> Mesh:
         """Of all devices, in groups of one."""
@@ -119,11 +124,10 @@ class Workbench:
 
     def fits(self, label: str, predicted_s: float, num_bytes: float) -> bool:
         """Whether time and memory are left for it; a note says where not."""
-        cost_s, left_s = self.watch.cost_s(predicted_s), self.until_s - self.watch.elapsed_s
-        if num_bytes > _MEMORY_SHARE * self.machine.memory_bytes:
-            self.notes.append(f"{label} left out: too large for a device's {size_text(self.machine.memory_bytes)}")
-        elif cost_s > left_s:
-            self.notes.append(f"{label} left out: about {cost_s:.1f} s, {max(left_s, 0):.1f} s left")
+        if num_bytes > self.max_bytes:
+            self.notes.append(f"too large to measure in {size_text(self.machine.memory_bytes)} of memory: {label}")
+        elif self.watch.cost_s(predicted_s) > self.until_s - self.watch.elapsed_s:
+            self.notes.append(f"not measured within {self.watch.budget_s:g} s: {label}")
         else:
             return True
         return False
@@ -183,8 +187,10 @@ def attention_flops_per_s(
         # Unfused, the scores decide: some four arrays of them in float32.
         scores_bytes = 0 if fused else 4 * 4 * size.rows * size.num_heads * size.seq_len**2
         if size == sizes[0] or bench.fits(label, 3 * predicted_s, _num_bytes(arrays) + scores_bytes):
-            forward_s = bench.measure(f"{label}, forward", _forward(attend), arrays[:4], predicted_s)
-            both_s = bench.measure(f"{label}, forward and backward", _both(attend), arrays, 3 * forward_s)
+            # XLA's form, and the lowering of its gradient, ask for the common dtype of bfloat16 and float32.
+            with jax.numpy_dtype_promotion("standard"):
+                forward_s = bench.measure(f"{label}, forward", _forward(attend), arrays[:4], predicted_s)
+                both_s = bench.measure(f"{label}, forward and backward", _both(attend), arrays, 3 * forward_s)
             rates = size.flops / forward_s, 2 * size.flops / max(both_s - forward_s, forward_s)
     return rates
 
@@ -224,50 +230,53 @@ def overlap_slowdown(bench: Workbench, table: Table, products: Iterable[MatmulPo
       products: measured, of which square ones are taken.
       dtype: of the products.
     """
-    choice = _gather_beside_products(table, products)
-    if choice is None:
-        return None
-    group, num_bytes, width, num_products, predicted_s = choice
-    label = f"{num_products} products of {width} x {width} beside an all-gather of {size_text(num_bytes)}"
-    payload = payload_dtype(bench.machine.platform)
-    matrices: list[Array] = [((width, width), dtype)] * 3
-    shards: list[Array] = [
-        (shape, payload.name) for shape in local_shapes("all-gather", group, num_bytes // payload.itemsize)
-    ]
-    if not bench.fits(label, 2 * predicted_s, _num_bytes(matrices + shards)):
-        return None
-    mesh = group_mesh(bench.machine, group)
-    alone, beside = _products(num_products), _products_beside(num_products, group)
-    gather_s = table["all-gather", group][num_bytes]
-    alone_s = bench.watch.measure(
-        f"{num_products} products alone",
-        lambda n: repeated(mesh, alone, 3, n),
-        lambda: filled(mesh, matrices),
-        predicted_s,
-    )
-    beside_s = bench.watch.measure(
-        label, lambda n: repeated(mesh, beside, 5, n), lambda: filled(mesh, matrices + shards), alone_s + gather_s
-    )
-    progress = 1 - (beside_s - alone_s) / gather_s
-    return min(1 / max(progress, 1 / _MAX_SLOWDOWN), _MAX_SLOWDOWN) if progress < 1 else 1.0
+    for trial in _trials(table, products, dtype, payload_dtype(bench.machine.platform)):
+        left_s = bench.until_s - bench.watch.elapsed_s
+        if bench.watch.cost_s(2.5 * trial.products_s) < left_s and _num_bytes(trial.arrays) <= bench.max_bytes:
+            return _slowdown(bench, trial)
+    return None
 
 
-def _gather_beside_products(
-    table: Table, products: Iterable[MatmulPoint]
-) -> tuple[Degree, int, int, int, float] | None:
-    """Group, message bytes, width and number of products, and their seconds: the largest message that some hide."""
+@dataclasses.dataclass(frozen=True)
+class _Trial:
+    """An all-gather, and square products that take at least twice as long."""
+
+    group: Degree
+    gather_s: float
+    num_products: int
+    products_s: float
+    arrays: tuple[Array, ...]
+
+
+def _trials(table: Table, products: Iterable[MatmulPoint], dtype: str, payload: jnp.dtype) -> Iterator[_Trial]:
+    """Large messages first; beside each, few large products before many small ones."""
     gathered = [group for kind, group in table if kind == "all-gather"]
     if not gathered:
-        return None
+        return
     group = max(gathered, key=lambda g: (g.inter == 1, g.total))
     squares = {m: 2.0 * m**3 / rate for m, k, n, rate in products if m == k == n}
     for num_bytes, gather_s in sorted(table["all-gather", group].items(), reverse=True):
-        # Few large products rather than many small ones, but not one that is far longer than the gather.
+        shards = local_shapes("all-gather", group, num_bytes // payload.itemsize)
+        # A product far longer than the gather would hide what it costs; so those come last.
         for width, product_s in sorted(squares.items(), key=lambda item: (item[1] > gather_s, -item[1])):
             num_products = math.ceil(2 * gather_s / product_s)
             if num_products <= _MAX_PRODUCTS:
-                return group, num_bytes, width, num_products, num_products * product_s
-    return None
+                arrays = (((width, width), dtype),) * 3 + tuple((shard, payload.name) for shard in shards)
+                yield _Trial(group, gather_s, num_products, num_products * product_s, arrays)
+
+
+def _slowdown(bench: Workbench, trial: _Trial) -> float:
+    mesh = group_mesh(bench.machine, trial.group)
+    alone, beside = _products(trial.num_products), _products_beside(trial.num_products, trial.group)
+
+    def measure(label: str, body: Body, arrays: Sequence[Array], predicted_s: float) -> float:
+        make_program = functools.partial(repeated, mesh, body, len(arrays))
+        return bench.watch.measure(label, make_program, functools.partial(filled, mesh, arrays), predicted_s)
+
+    alone_s = measure("products alone", alone, trial.arrays[:3], trial.products_s)
+    beside_s = measure("products beside an all-gather", beside, trial.arrays, alone_s + trial.gather_s)
+    added_s = max(beside_s - alone_s, 0.0)
+    return 1 / max(1 - added_s / trial.gather_s, 1 / _MAX_SLOWDOWN)
 
 
 def _products(num_products: int) -> Body:

@@ -9,12 +9,14 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from amsp_jax.calibrate.collectives import KINDS, size_text
 from amsp_jax.cluster import Cluster
 from amsp_jax.errors import UserError
 from amsp_jax.strategy import Degree
+
+_TICKS = [2**18 * 16**i for i in range(4)]
 
 
 def plot_network(cluster: Cluster, path: Path) -> None:
@@ -31,7 +33,7 @@ def plot_network(cluster: Cluster, path: Path) -> None:
     groups = sorted({group for _, group in cluster.network.measured}, key=lambda g: (g.inter > 1, g.intra, g.inter))
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(KINDS), sharey=True)
+    panels = figure.subplots(1, len(KINDS), sharex=True, sharey=True)
     for axes, kind in zip(panels, KINDS, strict=True):
         for group in groups:
             points = cluster.network.measured.get((kind, group), ())
@@ -65,11 +67,12 @@ def _dress(axes: Axes, kind: str) -> None:
     axes.set_title(kind, loc="left")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.xaxis.set_major_locator(LogLocator(base=16))
+    axes.xaxis.set_major_locator(FixedLocator(_TICKS))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda num_bytes, _: size_text(num_bytes)))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("message")
     axes.grid(color="#e6e6e6")
     axes.set_axisbelow(True)
