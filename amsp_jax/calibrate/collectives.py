@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from amsp_jax.calibrate.programs import Body, Machine, chained, filled, group_axes, group_mesh, repeated
+from amsp_jax.calibrate.programs import Array, Body, Machine, chained, filled, group_axes, group_mesh, repeated
 from amsp_jax.calibrate.stopwatch import Stopwatch
 from amsp_jax.strategy import Degree
 
@@ -25,9 +25,6 @@ SIZES = tuple(sorted(_COARSE + _BETWEEN))
 _MEMORY_SHARE = 0.25
 # For the very first message alone: afterwards smaller ones and other groups predict.
 _FIRST_GUESS_S = 1e-4
-
-Shapes = tuple[tuple[int, ...], tuple[int, ...]]
-"""Of a device's input and result."""
 
 Table = dict[tuple[str, Degree], dict[int, float]]
 """Seconds by message bytes, for each kind and group."""
@@ -78,29 +75,41 @@ def groups(num_nodes: int, devices_per_node: int) -> tuple[list[Degree], list[De
 
 
 def collective(kind: str, group: Degree) -> Body:
-    """The body of a program: (input, result) to the same with the collective done once more."""
+    """The body of a program: the arrays of `message_arrays` to the same, with the collective done once more."""
     axes = group_axes(group)
-    run: Callable[[jax.Array], jax.Array] = {
-        "all-gather": lambda x: lax.all_gather(x, axes, tiled=True),
-        "reduce-scatter": lambda x: lax.psum_scatter(x, axes, tiled=True),
-        "all-reduce": lambda x: lax.psum(x, axes),
-    }[kind]
 
-    def body(x: jax.Array, result: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def all_reduce(x: jax.Array) -> tuple[jax.Array]:
+        # In place: with an array for the result XLA would copy the whole message first.
+        return (lax.psum(x, axes),)
+
+    def all_gather(x: jax.Array, result: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = chained(x, result)
-        return x, run(x)
+        return x, lax.all_gather(x, axes, tiled=True)
 
-    return body
+    def reduce_scatter(x: jax.Array, result: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = chained(x, result)
+        return x, lax.psum_scatter(x, axes, tiled=True)
+
+    bodies: dict[str, Body] = {
+        "all-gather": all_gather,
+        "reduce-scatter": reduce_scatter,
+        "all-reduce": all_reduce,
+    }
+    return bodies[kind]
 
 
-def local_shapes(kind: str, group: Degree, num_items: int) -> Shapes:
-    """Shapes of a device's input and result for a whole message of `num_items`."""
-    shard = num_items // group.total
-    return {
-        "all-gather": ((shard,), (num_items,)),
-        "reduce-scatter": ((num_items,), (shard,)),
-        "all-reduce": ((num_items,), (num_items,)),
+def message_arrays(kind: str, group: Degree, num_bytes: int, dtype: jnp.dtype) -> list[Array]:
+    """A device's input and result, one array for both if it is an all-reduce.
+
+    The whole message has `num_bytes`, rounded up so that its shards are equal.
+    """
+    shard = -(-num_bytes // (group.total * dtype.itemsize))
+    shapes = {
+        "all-gather": ((shard,), (shard * group.total,)),
+        "reduce-scatter": ((shard * group.total,), (shard,)),
+        "all-reduce": ((shard * group.total,),),
     }[kind]
+    return [Array(shape, dtype) for shape in shapes]
 
 
 def payload_dtype(platform: str) -> jnp.dtype:
@@ -132,10 +141,8 @@ def _measure_series(
     dtype = payload_dtype(machine.platform)
     begin_s = watch.elapsed_s
     for i, num_bytes in enumerate(series.sizes):
-        # A message is cut into equal shards, whatever their number.
-        num_items = -(-num_bytes // (series.group.total * dtype.itemsize)) * series.group.total
-        shapes = local_shapes(series.kind, series.group, num_items)
-        if sum(shape[0] for shape in shapes) * dtype.itemsize > _MEMORY_SHARE * machine.memory_bytes:
+        arrays = message_arrays(series.kind, series.group, num_bytes, dtype)
+        if sum(array.num_bytes for array in arrays) > _MEMORY_SHARE * machine.memory_bytes:
             return {f"too large to measure in {size_text(machine.memory_bytes)} of memory": series.sizes[i:]}
         known = table.get((series.kind, series.group), {})
         predicted_s = _predict(known, num_bytes) if known else _typical(table, num_bytes)
@@ -144,20 +151,17 @@ def _measure_series(
         is_first = not known and series.kind == KINDS[0]
         if watch.cost_s(predicted_s) > left_s and not is_first:
             return {f"not measured within {watch.budget_s:g} s": series.sizes[i:]}
-        seconds = _measure(watch, mesh, series, shapes, dtype, predicted_s)
-        table.setdefault((series.kind, series.group), {})[num_items * dtype.itemsize] = seconds
+        seconds = _measure(watch, mesh, series, arrays, predicted_s)
+        table.setdefault((series.kind, series.group), {})[max(array.num_bytes for array in arrays)] = seconds
     return {}
 
 
-def _measure(
-    watch: Stopwatch, mesh: Mesh, series: Series, shapes: Shapes, dtype: jnp.dtype, predicted_s: float
-) -> float:
+def _measure(watch: Stopwatch, mesh: Mesh, series: Series, arrays: list[Array], predicted_s: float) -> float:
     body = collective(series.kind, series.group)
-    num_bytes = max(shapes)[0] * dtype.itemsize
     return watch.measure(
-        f"{series.kind} {series.group} {size_text(num_bytes)}",
-        lambda num_repeats: repeated(mesh, body, len(shapes), num_repeats),
-        lambda: filled(mesh, [(shape, dtype.name) for shape in shapes]),
+        f"{series.kind} {series.group} {size_text(max(array.num_bytes for array in arrays))}",
+        lambda num_repeats: repeated(mesh, body, len(arrays), num_repeats),
+        lambda: filled(mesh, arrays),
         predicted_s,
     )
 

@@ -9,27 +9,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh
 
-from amsp_jax.calibrate.collectives import Table, collective, local_shapes, payload_dtype, size_text
-from amsp_jax.calibrate.programs import Body, Machine, chained, filled, group_mesh, repeated
+from amsp_jax.calibrate.collectives import Table, collective, message_arrays, payload_dtype, size_text
+from amsp_jax.calibrate.programs import Array, Body, Machine, chained, filled, group_mesh, repeated, rotation
 from amsp_jax.calibrate.stopwatch import Stopwatch
 from amsp_jax.cluster.rates import MatmulPoint
 from amsp_jax.strategy import Degree
 
-Array = tuple[tuple[int, ...], str]
-"""Its local shape and its dtype."""
-
 Product = tuple[int, int, int]
-"""m, k, n of [m, k] @ [k, n]."""
+"""m, k, n of [m, k] @ [k, n], k <= n; its counterpart [m, n] @ [n, k] is timed with it."""
 
 _SQUARES = tuple((n, n, n) for n in (512, 1024, 2048, 4096, 8192, 16384))
-# Tokens by hidden to and from the ffn, and hidden to hidden, as in models of 1 to 70 billion parameters.
+# Tokens by hidden to hidden, and to the ffn, as in models of 1 to 70 billion parameters.
 _TALL = tuple(
     shape
     for tokens, hidden, ffn in ((4096, 2048, 5632), (4096, 4096, 11008), (8192, 8192, 28672))
-    for shape in ((tokens, hidden, hidden), (tokens, hidden, ffn), (tokens, ffn, hidden))
+    for shape in ((tokens, hidden, hidden), (tokens, hidden, ffn))
 )
 # Before anything ran: slow enough for a laptop's core. A run that turns out too short is repeated.
 _FIRST_FLOPS_PER_S, _FIRST_BYTES_PER_S = 1e10, 1e10
@@ -37,7 +33,7 @@ _FIRST_FLOPS_PER_S, _FIRST_BYTES_PER_S = 1e10, 1e10
 _MEMORY_SHARE = 0.25
 # Products that make no headway at all beside a collective would have an infinite slowdown.
 _MAX_SLOWDOWN = 10.0
-_MAX_PRODUCTS = 16
+_MAX_PAIRS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,17 +137,20 @@ def matmul_rates(bench: Workbench, products: Mapping[str, tuple[Product, ...]]) 
 def _rates_of(bench: Workbench, dtype: str, shapes: tuple[Product, ...]) -> Iterator[MatmulPoint]:
     flops_per_s = _FIRST_FLOPS_PER_S
     for shape in shapes:
-        m, k, n = shape
-        label, flops = f"{dtype} product {m} x {k} x {n}", 2.0 * m * k * n
-        arrays: list[Array] = [((m, k), dtype), ((k, n), dtype), ((m, n), dtype)]
+        label, flops = f"{dtype} product {' x '.join(map(str, shape))}", 4.0 * math.prod(shape)
+        arrays = _factors(shape, dtype)
         if shape == shapes[0] or bench.fits(label, flops / flops_per_s, _num_bytes(arrays)):
             flops_per_s = flops / bench.measure(label, _multiply, arrays, flops / flops_per_s)
-            yield m, k, n, flops_per_s
+            yield *shape, flops_per_s
 
 
-def _multiply(a: jax.Array, b: jax.Array, product: jax.Array) -> tuple[jax.Array, ...]:
-    a = chained(a, product)
-    return a, b, a @ b
+def _factors(shape: Product, dtype: str) -> list[Array]:
+    m, k, n = shape
+    return [Array((m, k), dtype), Array((k, n), dtype, rotation), Array((n, k), dtype, rotation)]
+
+
+def _multiply(x: jax.Array, there: jax.Array, back: jax.Array) -> tuple[jax.Array, ...]:
+    return x @ there @ back, there, back
 
 
 def memory_bytes_per_s(bench: Workbench, sizes: tuple[int, ...]) -> float:
@@ -160,7 +159,7 @@ def memory_bytes_per_s(bench: Workbench, sizes: tuple[int, ...]) -> float:
     for num_bytes in sizes:
         label, predicted_s = f"memory pass over {size_text(num_bytes)}", 2 * num_bytes / rate
         if num_bytes == sizes[0] or bench.fits(label, predicted_s, num_bytes):
-            rate = 2 * num_bytes / bench.measure(label, _scale, [((num_bytes // 4,), "float32")], predicted_s)
+            rate = 2 * num_bytes / bench.measure(label, _scale, [Array((num_bytes // 4,), "float32")], predicted_s)
     return rate
 
 
@@ -183,7 +182,7 @@ def attention_flops_per_s(
     rates = flops_per_s, flops_per_s
     for size in sizes:
         label, predicted_s = f"attention of {size.rows} x {size.seq_len} tokens", 4 * size.flops / flops_per_s
-        arrays: list[Array] = [(size.shape, "bfloat16")] * 7
+        arrays = [Array(size.shape, "bfloat16")] * 7
         # Unfused, the scores decide: some four arrays of them in float32.
         scores_bytes = 0 if fused else 4 * 4 * size.rows * size.num_heads * size.seq_len**2
         if size == sizes[0] or bench.fits(label, 3 * predicted_s, _num_bytes(arrays) + scores_bytes):
@@ -232,20 +231,23 @@ def overlap_slowdown(bench: Workbench, table: Table, products: Iterable[MatmulPo
     """
     for trial in _trials(table, products, dtype, payload_dtype(bench.machine.platform)):
         left_s = bench.until_s - bench.watch.elapsed_s
-        if bench.watch.cost_s(2.5 * trial.products_s) < left_s and _num_bytes(trial.arrays) <= bench.max_bytes:
+        if (
+            bench.watch.cost_s(2.5 * trial.num_pairs * trial.pair_s) < left_s
+            and _num_bytes(trial.arrays) <= bench.max_bytes
+        ):
             return _slowdown(bench, trial)
     return None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Trial:
-    """An all-gather, and square products that take at least twice as long."""
+    """An all-gather, and square products, there and back, that take at least twice as long."""
 
     group: Degree
     gather_s: float
-    num_products: int
-    products_s: float
-    arrays: tuple[Array, ...]
+    num_pairs: int
+    pair_s: float
+    arrays: list[Array]
 
 
 def _trials(table: Table, products: Iterable[MatmulPoint], dtype: str, payload: jnp.dtype) -> Iterator[_Trial]:
@@ -254,50 +256,48 @@ def _trials(table: Table, products: Iterable[MatmulPoint], dtype: str, payload: 
     if not gathered:
         return
     group = max(gathered, key=lambda g: (g.inter == 1, g.total))
-    squares = {m: 2.0 * m**3 / rate for m, k, n, rate in products if m == k == n}
+    squares = {m: 4.0 * m**3 / rate for m, k, n, rate in products if m == k == n}
     for num_bytes, gather_s in sorted(table["all-gather", group].items(), reverse=True):
-        shards = local_shapes("all-gather", group, num_bytes // payload.itemsize)
-        # A product far longer than the gather would hide what it costs; so those come last.
-        for width, product_s in sorted(squares.items(), key=lambda item: (item[1] > gather_s, -item[1])):
-            num_products = math.ceil(2 * gather_s / product_s)
-            if num_products <= _MAX_PRODUCTS:
-                arrays = (((width, width), dtype),) * 3 + tuple((shard, payload.name) for shard in shards)
-                yield _Trial(group, gather_s, num_products, num_products * product_s, arrays)
+        message = message_arrays("all-gather", group, num_bytes, payload)
+        # Products far longer than the gather would hide what it costs; so those come last.
+        for width, pair_s in sorted(squares.items(), key=lambda item: (item[1] > gather_s, -item[1])):
+            num_pairs = math.ceil(2 * gather_s / pair_s)
+            if num_pairs <= _MAX_PAIRS:
+                factors = _factors((width, width, width), dtype)
+                yield _Trial(group, gather_s, num_pairs, pair_s, factors + message)
 
 
 def _slowdown(bench: Workbench, trial: _Trial) -> float:
     mesh = group_mesh(bench.machine, trial.group)
-    alone, beside = _products(trial.num_products), _products_beside(trial.num_products, trial.group)
 
-    def measure(label: str, body: Body, arrays: Sequence[Array], predicted_s: float) -> float:
+    def measure(label: str, body: Body, arrays: list[Array], predicted_s: float) -> float:
         make_program = functools.partial(repeated, mesh, body, len(arrays))
         return bench.watch.measure(label, make_program, functools.partial(filled, mesh, arrays), predicted_s)
 
-    alone_s = measure("products alone", alone, trial.arrays[:3], trial.products_s)
+    alone_s = measure("products alone", _products(trial.num_pairs), trial.arrays[:3], trial.num_pairs * trial.pair_s)
+    beside = _products_beside_gather(trial.num_pairs, trial.group)
     beside_s = measure("products beside an all-gather", beside, trial.arrays, alone_s + trial.gather_s)
     added_s = max(beside_s - alone_s, 0.0)
     return 1 / max(1 - added_s / trial.gather_s, 1 / _MAX_SLOWDOWN)
 
 
-def _products(num_products: int) -> Body:
-    def body(a: jax.Array, b: jax.Array, product: jax.Array) -> tuple[jax.Array, ...]:
-        for _ in range(num_products):
-            a = chained(a, product)
-            # Without the barrier XLA could compute no more of a product than the element that the next one takes.
-            product = lax.optimization_barrier(a @ b)
-        return a, b, product
+def _products(num_pairs: int) -> Body:
+    def body(x: jax.Array, there: jax.Array, back: jax.Array) -> tuple[jax.Array, ...]:
+        for _ in range(num_pairs):
+            x, there, back = _multiply(x, there, back)
+        return x, there, back
 
     return body
 
 
-def _products_beside(num_products: int, group: Degree) -> Body:
-    multiply, gather = _products(num_products), collective("all-gather", group)
+def _products_beside_gather(num_pairs: int, group: Degree) -> Body:
+    multiply, gather = _products(num_pairs), collective("all-gather", group)
 
-    def body(a: jax.Array, b: jax.Array, product: jax.Array, x: jax.Array, whole: jax.Array) -> tuple[jax.Array, ...]:
-        return *multiply(a, b, product), *gather(x, whole)
+    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return *multiply(*arrays[:3]), *gather(*arrays[3:])
 
     return body
 
 
 def _num_bytes(arrays: Sequence[Array]) -> int:
-    return sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in arrays)
+    return sum(array.num_bytes for array in arrays)

@@ -1,19 +1,22 @@
 """What is timed: a function of local arrays that every device runs several times in one program.
 
-Each repetition starts from an element of the result before it. So XLA can neither drop, merge nor reorder
-repetitions, and the dependency costs one tiny kernel instead of a pass over the arrays.
+Each repetition starts from the result before it, or from one element of it where its shape is another. So XLA can
+neither drop, merge nor reorder repetitions, and the dependency costs one tiny kernel at most.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
 from amsp_jax.cluster import Cluster
 from amsp_jax.strategy import Degree
@@ -77,7 +80,7 @@ def repeated(mesh: Mesh, body: Body, num_arrays: int, num_repeats: int) -> Calla
 
     Args:
       mesh: of all devices.
-      body: on local arrays; it must use its last result, see `chained`.
+      body: on local arrays; what it computes must depend on what it computed before, see `chained`.
       num_arrays: that it takes and returns.
       num_repeats: in a loop of static length, which XLA runs without asking the host.
     """
@@ -96,16 +99,41 @@ def chained(x: jax.Array, result: jax.Array) -> jax.Array:
     return x.at[(0,) * x.ndim].set(first)
 
 
-def filled(mesh: Mesh, arrays: Sequence[tuple[tuple[int, ...], str]]) -> tuple[jax.Array, ...]:
-    """An array of each local shape and dtype on every device, split along dimension 0; values vary within +-1."""
-    whole = [((shape[0] * mesh.size, *shape[1:]), dtype) for shape, dtype in arrays]
+def waves(shape: tuple[int, ...]) -> jax.Array:
+    """Values within +-1 of varied bits: products of zeros draw less power, and so run faster, than those of numbers."""
+    angles = [0.37 * (d + 1) * lax.broadcasted_iota(jnp.float32, shape, d) for d in range(len(shape))]
+    return jnp.sin(functools.reduce(jnp.add, angles))
+
+
+def rotation(shape: tuple[int, ...]) -> jax.Array:
+    """Rows or columns of an orthogonal matrix, that of the cosine transform DCT-IV: a product with it keeps norms.
+
+    A product with [k, n], k <= n, and then with [n, k] is the identity, so that a chain of them neither vanishes nor
+    overflows.
+    """
+    row, column = (lax.broadcasted_iota(jnp.float32, shape, d) for d in range(2))
+    size = max(shape)
+    return math.sqrt(2 / size) * jnp.cos(math.pi / size * (row + 0.5) * (column + 0.5))
+
+
+class Array(NamedTuple):
+    """A local array: its shape, its dtype, and what it holds."""
+
+    shape: tuple[int, ...]
+    dtype: DTypeLike
+    fill: Callable[[tuple[int, ...]], jax.Array] = waves
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one device."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+def filled(mesh: Mesh, arrays: Sequence[Array]) -> tuple[jax.Array, ...]:
+    """The arrays on every device, the same on each; as one they are split along dimension 0."""
 
     def fill() -> tuple[jax.Array, ...]:
-        # Products of zeros draw less power, and so run faster, than those of numbers.
-        return tuple(
-            jnp.sin(lax.broadcasted_iota(jnp.float32, shape, len(shape) - 1) + i).astype(dtype)
-            for i, (shape, dtype) in enumerate(whole)
-        )
+        return tuple(array.fill(array.shape).astype(array.dtype) for array in arrays)
 
-    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    return jax.jit(fill, out_shardings=(sharding,) * len(whole))()
+    spec = PartitionSpec(mesh.axis_names)
+    return jax.jit(jax.shard_map(fill, mesh=mesh, in_specs=(), out_specs=spec, check_vma=False))()
