@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# A host of GPUs as two nodes, one process a GPU: NCCL is told that the halves are different hosts, so that traffic
+# between them goes through sockets on loopback. Calibrates unless OUT/cluster.json is there, then measures.
+#   benchmarks/regret.sh OUT [arguments of regret.py measure]       BUDGET_S: of both together, seconds
+set -u
+here=$(cd "$(dirname "$0")" && pwd)
+out=$1; shift
+gpus=$(nvidia-smi -L | wc -l)
+budget=${BUDGET_S:-3600}
+mkdir -p "$out"
+export NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1 NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4 NCCL_NVLS_ENABLE=0
+trap 'kill $(jobs -p) 2>/dev/null' EXIT
+
+processes() {  # arguments of regret.py
+  what=$1; shift
+  port=$((20000 + RANDOM % 10000))
+  for ((p = 0; p < gpus; p++)); do
+    NCCL_HOSTID=node$((p / (gpus / 2))) timeout -k 10 $((budget - SECONDS)) python3 "$here/regret.py" "$what" \
+      --out "$out" --coordinator "127.0.0.1:$port" --num-processes "$gpus" --process-id $p \
+      --devices-per-node $((gpus / 2)) "$@" > "$out/$what.$p.log" 2>&1 &
+  done
+  wait
+  cat "$out/$what.0.log"
+}
+
+[ -s "$out/cluster.json" ] || processes calibrate
+[ -s "$out/cluster.json" ] && processes measure --budget-s $((budget - SECONDS - 15)) "$@"
