@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -77,8 +78,19 @@ def flatten(closed: core.ClosedJaxpr) -> Program:
     jaxpr = closed.jaxpr
     environment = {v: flattener.fresh(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)}
     flattener.walk(jaxpr, environment, 1)
-    outputs = tuple(environment[v] for v in jaxpr.outvars if v in environment)
-    return Program(tuple(environment[v] for v in jaxpr.invars), outputs, tuple(_live(flattener.operations, outputs)))
+    outputs = tuple(flattener.read(v, environment) for v in jaxpr.outvars)
+    return pruned(Program(tuple(environment[v] for v in jaxpr.invars), outputs, tuple(flattener.operations)))
+
+
+def pruned(program: Program) -> Program:
+    """Without operations that have no effect on the outputs."""
+    needed, kept = set(program.outputs), []
+    for operation in reversed(program.operations):
+        # A loop's body is not connected to its results, so all of it counts.
+        if operation.repeats > 1 or needed.intersection(operation.outputs):
+            needed.update(operation.inputs)
+            kept.append(operation)
+    return dataclasses.replace(program, operations=tuple(kept[::-1]))
 
 
 class _Flattener:
@@ -91,6 +103,12 @@ class _Flattener:
         shape = tuple(getattr(aval, "shape", ()))
         # A PRNG key has a dtype without an item size; keys are a few bytes.
         return Value(self._count, shape, math.prod(shape) * getattr(getattr(aval, "dtype", None), "itemsize", 0))
+
+    def read(self, variable: Any, environment: dict[Any, Value]) -> Value:
+        """Its value; that of a literal takes no memory."""
+        if isinstance(variable, core.Literal):
+            return dataclasses.replace(self.fresh(variable.aval), num_bytes=0)
+        return environment[variable]
 
     def walk(self, jaxpr: Any, environment: dict[Any, Value], repeats: int) -> None:
         """Appends the operations of `jaxpr` and enters the values of its variables in `environment`."""
@@ -118,22 +136,12 @@ class _Flattener:
         for variable, value in zip(jaxpr.invars, inputs, strict=True):
             environment[variable] = value or self.fresh(variable.aval)
         self.walk(jaxpr, environment, repeats)
-        return [environment[v] if v in environment else self.fresh(v.aval) for v in jaxpr.outvars]
+        return [self.read(v, environment) for v in jaxpr.outvars]
 
     def _scan(self, eqn: Any, inputs: Sequence[Value | None], repeats: int) -> list[Value]:
         """One trip reads what the loop reads; what the loop returns is new."""
         self._call(eqn.params["jaxpr"], inputs, repeats * eqn.params["length"])
         return [self.fresh(v.aval) for v in eqn.outvars]
-
-
-def _live(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[Operation]:
-    needed, kept = set(outputs), []
-    for operation in reversed(operations):
-        # A loop's body is not connected to its results, so all of it counts.
-        if operation.repeats > 1 or needed.intersection(operation.outputs):
-            needed.update(operation.inputs)
-            kept.append(operation)
-    return kept[::-1]
 
 
 class Materialised:
@@ -185,3 +193,44 @@ def _moved_bytes(operation: Operation, memory: Materialised) -> int:
     if operation.name == "gather":
         return 2 * written
     return written + sum(v.num_bytes for v in memory.reads(operation))
+
+
+def peak_bytes(program: Program, kept: Iterable[Value], ignored: Iterable[Value]) -> int:
+    """The most bytes alive at once, operations run in order and inputs freed after their last use.
+
+    Args:
+      program: to run.
+      kept: values that stay until the end, as outputs do.
+      ignored: values that do not count.
+    """
+    memory, forever, skipped = Materialised(program), {*program.outputs, *kept}, set(ignored)
+    last_use = {v: step for step, op in enumerate(program.operations) for v in (*memory.reads(op), *op.outputs)}
+    expiring: dict[int, list[Value]] = defaultdict(list)
+    for value, step in last_use.items():
+        if value in memory and value not in forever and value not in skipped:
+            expiring[step].append(value)
+    alive = peak = sum(v.num_bytes for v in set(program.inputs) - skipped)
+    for step, op in enumerate(program.operations):
+        alive += sum(v.num_bytes for v in op.outputs if v in memory and v not in skipped)
+        peak = max(peak, alive)
+        alive -= sum(v.num_bytes for v in expiring[step])
+    return peak
+
+
+def products_into(program: Program, outputs: Iterable[Value]) -> tuple[frozenset[Value], frozenset[Value]]:
+    """(results, operands) of the kernels from whose results alone `outputs` are computed, elementwise or not at all."""
+    producers = {v: op for op in program.operations for v in op.outputs}
+    results: set[Value] = set()
+    operands: set[Value] = set()
+    pending = list(outputs)
+    while pending:
+        value = pending.pop()
+        op = producers.get(value)
+        if op is None or value in results or op.is_reduction:
+            continue
+        results.add(value)
+        if op.is_kernel:
+            operands.update(op.inputs)
+        else:
+            pending.extend(op.inputs)
+    return frozenset(results), frozenset(operands)

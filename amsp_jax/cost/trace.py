@@ -11,14 +11,14 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo
 
-from amsp_jax.cost.program import Operation, Program, flatten, traffic_bytes
+from amsp_jax.cost.program import Operation, Program, Value, flatten, peak_bytes, products_into, pruned, traffic_bytes
 from amsp_jax.cost.sketch import Sketch
 from amsp_jax.model import Params
 from amsp_jax.plan import make_plan
@@ -69,22 +69,29 @@ class PartTrace:
     Attributes:
       forward, backward: the work; the backward pass with what it recomputes.
       saved_bytes: kept from forward to backward, the part's input included; parameters, batch and keys are not.
+      backward_bytes: the most that the backward pass has alive at once, what was saved included, while the operands
+        of the parameters' gradients wait for their products; the gradients themselves are not in it. Of embedding and
+        head: of forward and backward together.
+      pending_bytes: those operands, all of which a scheduler may keep until the products are run.
       output_bytes: of what flows to the next part.
     """
 
     forward: Work
     backward: Work
     saved_bytes: int
+    backward_bytes: int
+    pending_bytes: int
     output_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelTrace:
-    """The parts of a sketch: `blocks[kind]` for each of its blocks."""
+    """The parts of a sketch: `blocks[kind]` for each of its blocks; `batch_bytes` of a device's microbatch."""
 
     embed: PartTrace
     blocks: tuple[PartTrace, ...]
     head: PartTrace
+    batch_bytes: int
 
 
 def trace_model(sketch: Sketch, microbatch: int, seq_len: int, remat: Remat, compute_dtype: Any) -> ModelTrace:
@@ -104,7 +111,8 @@ def trace_model(sketch: Sketch, microbatch: int, seq_len: int, remat: Remat, com
         for index in range(len(model.blocks)):
             block, x = tracer.block(index, x)
             blocks.append(block)
-        return ModelTrace(embed=embed, blocks=tuple(blocks), head=tracer.head(x))
+        head = tracer.head(x)
+    return ModelTrace(embed=embed, blocks=tuple(blocks), head=head, batch_bytes=tracer.batch_bytes)
 
 
 _ASSUMED: dict[str, Callable[..., Any]] = {
@@ -148,6 +156,11 @@ class _Tracer:
         self.batch["weights"] = jax.ShapeDtypeStruct(rows, jnp.float32)
         self.keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), microbatch))
 
+    @property
+    def batch_bytes(self) -> int:
+        """Of a microbatch."""
+        return sum(x.size * x.dtype.itemsize for x in self.batch.values())
+
     def embed(self) -> tuple[PartTrace, Any]:
         """The embedding, and what flows out of it."""
         leaves, apply = self.leaves[0], self.model.embed.apply
@@ -155,7 +168,7 @@ class _Tracer:
         def run(sinks: Params, shards: Params, batch: Any, keys: Any) -> Any:
             return apply(self.gather(leaves, shards, sinks), batch, keys)
 
-        return _trace(run, (self.sinks[0],), (self.shards[0], self.batch, self.keys))
+        return _trace(run, (self.sinks[0],), (self.shards[0], self.batch, self.keys), has_barrier=False)
 
     def block(self, index: int, x: Any) -> tuple[PartTrace, Any]:
         """A block as the stack runs it, and what flows out of it."""
@@ -164,45 +177,82 @@ class _Tracer:
         def run(sinks: Params, x: Any, shards: Params, batch: Any, keys: Any) -> Any:
             return run_blocks([part], [leaves], self.gather, self.remat, [shards], [sinks], x, batch, [keys])
 
-        return _trace(run, (self.sinks[1][index], x), (self.shards[1][index], self.batch, self.keys))
+        inputs, constants = (self.sinks[1][index], x), (self.shards[1][index], self.batch, self.keys)
+        return _trace(run, inputs, constants, has_barrier=True)
 
     def head(self, x: Any) -> PartTrace:
         """The head, up to the sum of losses; a tied table is differentiated, too."""
         leaves, apply = self.leaves[2], self.model.head.apply
         embed = self.shards[0] if self.model.tied else None
 
-        def run(sinks: Params, x: Any, embed: Any, shards: Params, batch: Any, keys: Any) -> Any:
+        def run(params: Any, x: Any, shards: Params, batch: Any, keys: Any) -> Any:
+            sinks, embed = params
             return apply(self.gather(leaves, shards, sinks), embed, x, batch, keys)[0][0]
 
         if not self.model.blocks:
             kept = policy(Remat.FULL if self.remat is Remat.FULL else Remat.NONE)
             run = jax.checkpoint(run, policy=kept, prevent_cse=False)
-        return _trace(run, (self.sinks[2], x, embed), (self.shards[2], self.batch, self.keys))[0]
+        inputs, constants = ((self.sinks[2], embed), x), (self.shards[2], self.batch, self.keys)
+        return _trace(run, inputs, constants, has_barrier=not self.model.blocks)[0]
 
 
-def _trace(run: Callable[..., Any], inputs: tuple[Any, ...], constants: tuple[Any, ...]) -> tuple[PartTrace, Any]:
-    """`run(*inputs, *constants)` and its gradient in `inputs`; with the abstract result."""
+def _trace(
+    run: Callable[..., Any], inputs: tuple[Any, ...], constants: tuple[Any, ...], has_barrier: bool
+) -> tuple[PartTrace, Any]:
+    """`run(*inputs, *constants)` and its gradient in `inputs`, the first of which are parameters or their sinks.
+
+    Args:
+      has_barrier: what the forward pass keeps is in memory. Else the compiler may compute cheap values again.
+
+    Returns:
+      The trace, and the abstract result.
+    """
 
     def forward(inputs: Any, constants: Any) -> Any:
         return jax.vjp(lambda *inputs: run(*inputs, *constants), *inputs)
 
+    def both(inputs: Any, constants: Any, cotangent: Any) -> Any:
+        output, vjp = forward(inputs, constants)
+        return vjp(cotangent), output
+
     closed, (output, vjp) = jax.make_jaxpr(forward, return_shape=True)(inputs, constants)
-    backward = flatten(jax.make_jaxpr(lambda vjp, cotangent: vjp(cotangent))(vjp, output))
     ahead = flatten(closed)
-    num_outputs, num_constants = len(jax.tree.leaves(output)), len(jax.tree.leaves(constants))
+    num_outputs, num_params = len(jax.tree.leaves(output)), len(jax.tree.leaves(inputs[0]))
+    num_inputs = len(jax.tree.leaves(inputs))
+    results, kept = ahead.outputs[:num_outputs], ahead.outputs[num_outputs:]
+    borrowed = {*ahead.inputs[:num_params], *ahead.inputs[num_inputs:]}
+    if has_barrier:
+        back = flatten(jax.make_jaxpr(lambda vjp, cotangent: vjp(cotangent))(vjp, output))
+        ignored = {v for outside, v in zip(kept, back.inputs, strict=False) if outside in borrowed}
+        backward = _work(back)
+    else:
+        back = flatten(jax.make_jaxpr(both)(inputs, constants, output))
+        ignored = {*back.inputs[:num_params], *back.inputs[num_inputs:]}
+        ahead = pruned(dataclasses.replace(ahead, outputs=results))
+        backward = _minus(_work(back), _work(ahead))
+    gradients, operands = products_into(back, back.outputs[:num_params])
+    operands -= ignored
     part = PartTrace(
         forward=_work(ahead),
-        backward=_work(backward),
-        saved_bytes=_saved_bytes(ahead, num_outputs, num_constants, len(jax.tree.leaves(inputs[0]))),
-        output_bytes=sum(value.num_bytes for value in ahead.outputs[:num_outputs]),
+        backward=backward,
+        saved_bytes=_sum_bytes(set(kept) - borrowed),
+        backward_bytes=peak_bytes(back, operands, ignored | gradients | set(back.outputs[:num_params])),
+        pending_bytes=_sum_bytes(operands),
+        output_bytes=_sum_bytes(results),
     )
     return part, output
 
 
-def _saved_bytes(program: Program, num_outputs: int, num_constants: int, num_sinks: int) -> int:
-    """Distinct residuals that are neither constants nor sinks. Two views of one array are one."""
-    borrowed = {*program.inputs[len(program.inputs) - num_constants :], *program.inputs[:num_sinks]}
-    return sum(value.num_bytes for value in set(program.outputs[num_outputs:]) - borrowed)
+def _sum_bytes(values: Iterable[Value]) -> int:
+    """Two views of one array are one value."""
+    return sum(value.num_bytes for value in set(values))
+
+
+def _minus(whole: Work, part: Work) -> Work:
+    """The work of a program that begins with `part`."""
+    forward, backward = (w - p for w, p in zip(whole.attention_flops, part.attention_flops, strict=True))
+    matmuls = whole.matmuls[len(part.matmuls) :]
+    return Work(matmuls, (forward, backward), whole.memory_bytes - part.memory_bytes)
 
 
 def _work(program: Program) -> Work:

@@ -1,0 +1,73 @@
+"""Seconds of computation, from what a trace counts and what a device was measured to reach; exact FLOPs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import optax
+
+from amsp_jax.cluster import Rates
+from amsp_jax.cost.sketch import Sketch
+from amsp_jax.cost.storage import leaf_counts, stored_opt_state
+from amsp_jax.cost.trace import ModelTrace, PartTrace, Work
+from amsp_jax.plan import MASTER_BYTES, Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """FLOPs of one microbatch on one device: `model` without recomputation (MFU), `hardware` with it (HFU)."""
+
+    model: int
+    hardware: int
+
+
+def flops(sketch: Sketch, trace: ModelTrace) -> Flops:
+    """Of the whole model.
+
+    Every product costs twice its forward FLOPs in the backward pass, once for each operand.
+    """
+    parts = _all_parts(sketch, trace)
+    forward = sum(part.forward.flops for part in parts)
+    return Flops(3 * forward, forward + sum(part.backward.flops for part in parts))
+
+
+def _all_parts(sketch: Sketch, trace: ModelTrace) -> list[PartTrace]:
+    return [trace.embed, *(trace.blocks[kind] for kind in sketch.order), trace.head]
+
+
+def seconds(work: Work, rates: Rates, dtype: str) -> float:
+    """Of a part's kernels one after another, with nothing beside them.
+
+    Args:
+      work: of its forward or backward pass.
+      rates: of the device.
+      dtype: name of the compute dtype, as in `Rates.matmul`.
+    """
+    matmuls = sum(m.flops / rates.matmul_flops_per_s(dtype, m.m, m.k, m.n) for m in work.matmuls)
+    pairs = zip(work.attention_flops, rates.attention_flops_per_s, strict=True)
+    return matmuls + sum(count / rate for count, rate in pairs) + work.memory_bytes / rates.memory_bytes_per_s
+
+
+def optimizer_seconds(sketch: Sketch, plan: Plan, optimizer: optax.GradientTransformation, rates: Rates) -> float:
+    """Of the update: memory passes alone, over the norm's gradient and everything the update reads and writes."""
+    return update_bytes(sketch, plan, optimizer) / rates.memory_bytes_per_s
+
+
+def update_bytes(sketch: Sketch, plan: Plan, optimizer: optax.GradientTransformation) -> int:
+    """Bytes one device reads and writes to update its OS shard and to make its P shard of it.
+
+    The float32 gradient is read for the norm and for the update; master and state are read and written; where P is
+    kept as a copy, the master is read once more and its shard written, before the gather.
+    """
+    total = sum(2 * leaf.num_bytes * leaf.count for leaf in stored_opt_state(sketch, plan, optimizer))
+    for leaf, count in leaf_counts(sketch, plan):
+        total += 2 * MASTER_BYTES * leaf.num_opt_shard * count
+        if leaf.has_copy:
+            total += (MASTER_BYTES + plan.compute_dtype.itemsize) * leaf.num_opt_shard * count
+    return total
+
+
+def accumulation_seconds(sketch: Sketch, plan: Plan, rates: Rates) -> float:
+    """Of adding one microbatch's gradients to the float32 accumulators: two reads and a write of the G shards."""
+    values = sum(leaf.num_grads_shard * count for leaf, count in leaf_counts(sketch, plan))
+    return 3 * 4 * values / rates.memory_bytes_per_s
