@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import optax
 
@@ -10,7 +11,7 @@ from amsp_jax.cluster import Rates
 from amsp_jax.cost.sketch import Sketch
 from amsp_jax.cost.storage import leaf_counts, stored_opt_state
 from amsp_jax.cost.trace import ModelTrace, PartTrace, Work
-from amsp_jax.plan import MASTER_BYTES, Plan
+from amsp_jax.plan import MASTER_BYTES, LeafPlan, Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,6 @@ def update_bytes(sketch: Sketch, plan: Plan, optimizer: optax.GradientTransforma
     return total
 
 
-def accumulation_seconds(sketch: Sketch, plan: Plan, rates: Rates) -> float:
-    """Of adding one microbatch's gradients to the float32 accumulators: two reads and a write of the G shards."""
-    values = sum(leaf.num_grads_shard * count for leaf, count in leaf_counts(sketch, plan))
-    return 3 * 4 * values / rates.memory_bytes_per_s
+def accumulation_seconds(leaves: Sequence[LeafPlan], rates: Rates) -> float:
+    """Of adding one microbatch's gradients of these leaves to the float32 accumulators: two reads and a write of G."""
+    return 3 * 4 * sum(leaf.num_grads_shard for leaf in leaves) / rates.memory_bytes_per_s
