@@ -1,17 +1,16 @@
-"""Rates of a device at work: matrix products, attention, passes over memory, and products beside a collective."""
+"""Rates of a device at work: matrix products, attention, and passes over memory."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from amsp_jax.calibrate.collectives import Table, collective, message_arrays, payload_dtype, size_text
+from amsp_jax.calibrate.collectives import size_text
 from amsp_jax.calibrate.programs import Array, Body, Machine, chained, filled, group_mesh, repeated, rotation
 from amsp_jax.calibrate.stopwatch import Stopwatch
 from amsp_jax.cluster.rates import MatmulPoint
@@ -31,9 +30,6 @@ _TALL = tuple(
 _FIRST_FLOPS_PER_S, _FIRST_BYTES_PER_S = 1e10, 1e10
 # Of a device's memory, for the arrays of one measurement.
 _MEMORY_SHARE = 0.25
-# Products that make no headway at all beside a collective would have an infinite slowdown.
-_MAX_SLOWDOWN = 10.0
-_MAX_PAIRS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,18 +134,20 @@ def _rates_of(bench: Workbench, dtype: str, shapes: tuple[Product, ...]) -> Iter
     flops_per_s = _FIRST_FLOPS_PER_S
     for shape in shapes:
         label, flops = f"{dtype} product {' x '.join(map(str, shape))}", 4.0 * math.prod(shape)
-        arrays = _factors(shape, dtype)
-        if shape == shapes[0] or bench.fits(label, flops / flops_per_s, _num_bytes(arrays)):
-            flops_per_s = flops / bench.measure(label, _multiply, arrays, flops / flops_per_s)
+        arrays = factor_arrays(shape, dtype)
+        if shape == shapes[0] or bench.fits(label, flops / flops_per_s, num_bytes_of(arrays)):
+            flops_per_s = flops / bench.measure(label, multiply, arrays, flops / flops_per_s)
             yield *shape, flops_per_s
 
 
-def _factors(shape: Product, dtype: str) -> list[Array]:
+def factor_arrays(shape: Product, dtype: str) -> list[Array]:
+    """The arrays of `multiply`."""
     m, k, n = shape
     return [Array((m, k), dtype), Array((k, n), dtype, rotation), Array((n, k), dtype, rotation)]
 
 
-def _multiply(x: jax.Array, there: jax.Array, back: jax.Array) -> tuple[jax.Array, ...]:
+def multiply(x: jax.Array, there: jax.Array, back: jax.Array) -> tuple[jax.Array, ...]:
+    """The body of a program: [m, k] @ [k, n] @ [n, k], which keeps the norm of x."""
     return x @ there @ back, there, back
 
 
@@ -185,7 +183,7 @@ def attention_flops_per_s(
         arrays = [Array(size.shape, "bfloat16")] * 7
         # Unfused, the scores decide: some four arrays of them in float32.
         scores_bytes = 0 if fused else 4 * 4 * size.rows * size.num_heads * size.seq_len**2
-        if size == sizes[0] or bench.fits(label, 3 * predicted_s, _num_bytes(arrays) + scores_bytes):
+        if size == sizes[0] or bench.fits(label, 3 * predicted_s, num_bytes_of(arrays) + scores_bytes):
             # XLA's form, and the lowering of its gradient, ask for the common dtype of bfloat16 and float32.
             with jax.numpy_dtype_promotion("standard"):
                 forward_s = bench.measure(f"{label}, forward", _forward(attend), arrays[:4], predicted_s)
@@ -217,87 +215,6 @@ def _both(attend: Callable[..., jax.Array]) -> Body:
     return body
 
 
-def overlap_slowdown(bench: Workbench, table: Table, products: Iterable[MatmulPoint], dtype: str) -> float | None:
-    """Seconds of products while an all-gather runs, over their seconds alone; at least 1, None if nothing fits.
-
-    A gather of Tc seconds runs beside products of T >= 2 Tc, so that the products hide it wherever the scheduler
-    starts it. They advance by Tc / s in that time, and the rest comes after: T' = Tc + (T - Tc / s).
-
-    Args:
-      bench: its devices.
-      table: measured gathers; inside a node if there are any, in the largest group.
-      products: measured, of which square ones are taken.
-      dtype: of the products.
-    """
-    for trial in _trials(table, products, dtype, payload_dtype(bench.machine.platform)):
-        left_s = bench.until_s - bench.watch.elapsed_s
-        if (
-            bench.watch.cost_s(2.5 * trial.num_pairs * trial.pair_s) < left_s
-            and _num_bytes(trial.arrays) <= bench.max_bytes
-        ):
-            return _slowdown(bench, trial)
-    return None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Trial:
-    """An all-gather, and square products, there and back, that take at least twice as long."""
-
-    group: Degree
-    gather_s: float
-    num_pairs: int
-    pair_s: float
-    arrays: list[Array]
-
-
-def _trials(table: Table, products: Iterable[MatmulPoint], dtype: str, payload: jnp.dtype) -> Iterator[_Trial]:
-    """Large messages first; beside each, few large products before many small ones."""
-    gathered = [group for kind, group in table if kind == "all-gather"]
-    if not gathered:
-        return
-    group = max(gathered, key=lambda g: (g.inter == 1, g.total))
-    squares = {m: 4.0 * m**3 / rate for m, k, n, rate in products if m == k == n}
-    for num_bytes, gather_s in sorted(table["all-gather", group].items(), reverse=True):
-        message = message_arrays("all-gather", group, num_bytes, payload)
-        # Products far longer than the gather would hide what it costs; so those come last.
-        for width, pair_s in sorted(squares.items(), key=lambda item: (item[1] > gather_s, -item[1])):
-            num_pairs = math.ceil(2 * gather_s / pair_s)
-            if num_pairs <= _MAX_PAIRS:
-                factors = _factors((width, width, width), dtype)
-                yield _Trial(group, gather_s, num_pairs, pair_s, factors + message)
-
-
-def _slowdown(bench: Workbench, trial: _Trial) -> float:
-    mesh = group_mesh(bench.machine, trial.group)
-
-    def measure(label: str, body: Body, arrays: list[Array], predicted_s: float) -> float:
-        make_program = functools.partial(repeated, mesh, body, len(arrays))
-        return bench.watch.measure(label, make_program, functools.partial(filled, mesh, arrays), predicted_s)
-
-    alone_s = measure("products alone", _products(trial.num_pairs), trial.arrays[:3], trial.num_pairs * trial.pair_s)
-    beside = _products_beside_gather(trial.num_pairs, trial.group)
-    beside_s = measure("products beside an all-gather", beside, trial.arrays, alone_s + trial.gather_s)
-    added_s = max(beside_s - alone_s, 0.0)
-    return 1 / max(1 - added_s / trial.gather_s, 1 / _MAX_SLOWDOWN)
-
-
-def _products(num_pairs: int) -> Body:
-    def body(x: jax.Array, there: jax.Array, back: jax.Array) -> tuple[jax.Array, ...]:
-        for _ in range(num_pairs):
-            x, there, back = _multiply(x, there, back)
-        return x, there, back
-
-    return body
-
-
-def _products_beside_gather(num_pairs: int, group: Degree) -> Body:
-    multiply, gather = _products(num_pairs), collective("all-gather", group)
-
-    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return *multiply(*arrays[:3]), *gather(*arrays[3:])
-
-    return body
-
-
-def _num_bytes(arrays: Sequence[Array]) -> int:
+def num_bytes_of(arrays: Sequence[Array]) -> int:
+    """Of all of them on one device."""
     return sum(array.num_bytes for array in arrays)

@@ -26,10 +26,14 @@ def plot_network(cluster: Cluster, path: Path) -> None:
     that for an all-reduce. So it can be compared with the link's, whatever the group.
 
     Raises:
-      UserError: no collective was measured, or the file's ending names no picture.
+      UserError: no collective was measured.
     """
     if cluster.network is None or not cluster.network.measured:
-        raise UserError(f"--plot={path}: no collective was measured: {cluster.num_devices} device has no network")
+        raise UserError(
+            f"{path} cannot be drawn: no collective was measured on {cluster.ranks}; leave the plot out".replace(
+                "data rank", "device"
+            )
+        )
     groups = sorted({group for _, group in cluster.network.measured}, key=lambda g: (g.inter > 1, g.intra, g.inter))
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
@@ -50,10 +54,7 @@ def plot_network(cluster: Cluster, path: Path) -> None:
     )
     what = f"{cluster.device_kind}, {cluster.ranks}".replace("data rank", "device")
     figure.suptitle(f"{what}, {cluster.date}", x=0.01, ha="left", fontweight="bold")
-    try:
-        figure.savefig(path, dpi=150)
-    except ValueError as error:
-        raise UserError(f"--plot={path}: {error}; name it network.png") from None
+    figure.savefig(path, dpi=150)
 
 
 def _draw(axes: Axes, kind: str, group: Degree, points: tuple[tuple[int, float], ...], style: dict[str, Any]) -> None:

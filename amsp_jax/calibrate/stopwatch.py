@@ -33,7 +33,7 @@ class Stopwatch:
 
     def __init__(self, budget_s: float, progress: Progress | None = None):
         """Starts the budget's clock."""
-        self.budget_s, self._progress = budget_s, progress
+        (self.budget_s,), self._progress = _largest(budget_s), progress
         self.elapsed_s = 0.0
         self._start_s = _FIRST_GUESS_S
         self._begin = time.perf_counter()

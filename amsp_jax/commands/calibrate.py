@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,10 @@ def run(args: argparse.Namespace) -> None:
     Raises:
       UserError: a budget or a file that cannot be, devices that cannot be used.
     """
-    _check(args)
+    if not args.budget > 0:
+        raise UserError(
+            f"--budget={args.budget:g}: seconds to measure, more than 0; the default is {DEFAULT_BUDGET_S:g}"
+        )
     layout = launch.setup(
         simulated_nodes=args.simulated_nodes,
         simulated_devices_per_node=args.simulated_devices_per_node,
@@ -49,6 +53,7 @@ def run(args: argparse.Namespace) -> None:
         num_processes=args.num_processes,
         process_id=args.process_id,
     )
+    launch.from_process_0(lambda: _check_files(args))
     progress = ProgressLine() if layout.process_index == 0 else None
     try:
         cluster = calibrate(layout, args.budget, progress)
@@ -62,19 +67,15 @@ def run(args: argparse.Namespace) -> None:
         print("\n".join([*layout.notes, *_summary(cluster), *_files(args)]))
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check_files(args: argparse.Namespace) -> None:
     """What would only fail after two minutes of measuring."""
-    if not args.budget > 0:
-        raise UserError(
-            f"--budget={args.budget:g}: seconds to measure, more than 0; the default is {DEFAULT_BUDGET_S:g}"
-        )
     for flag, path in (("--out", args.out), ("--plot", args.plot)):
         if path is None:
             continue
-        if path.is_dir() or not path.resolve().parent.is_dir():
-            raise UserError(
-                f"{flag}={path}: {'a folder' if path.is_dir() else 'its folder does not exist'}; name a file"
-            )
+        folder = path.resolve().parent
+        if path.is_dir() or not os.access(folder, os.W_OK):
+            problem = "a folder" if path.is_dir() else f"{folder} cannot be written to"
+            raise UserError(f"{flag}={path}: {problem}; name a file in a folder of yours")
     if args.plot and args.plot.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise UserError(f"--plot={args.plot}: draws .png, .pdf and .svg; name it network.png")
 

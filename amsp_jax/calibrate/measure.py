@@ -17,6 +17,7 @@ from jax.extend.backend import get_backend
 from amsp_jax.calibrate import compute
 from amsp_jax.calibrate.collectives import SIZES, Table, measure_collectives
 from amsp_jax.calibrate.compute import CPU_MENU, GPU_MENU, Menu, Workbench
+from amsp_jax.calibrate.overlap import overlap_slowdown
 from amsp_jax.calibrate.programs import Machine
 from amsp_jax.calibrate.stopwatch import Progress, Stopwatch
 from amsp_jax.cluster import Cluster, Link, Network, Rates, differences, from_json, load_cluster, save_cluster
@@ -53,14 +54,14 @@ def calibrate(
     """
     menu = menu or (CPU_MENU if machine.platform == "cpu" else GPU_MENU)
     watch = Stopwatch(budget_s, progress)
-    bench = Workbench(machine, watch, until_s=_COMPUTE_UNTIL * budget_s)
+    bench = Workbench(machine, watch, until_s=_COMPUTE_UNTIL * watch.budget_s)
     memory = compute.memory_bytes_per_s(bench, menu.pass_bytes)
     matmul = compute.matmul_rates(bench, menu.products)
     dtype, points = next(iter(matmul.items()))
     attention = compute.attention_flops_per_s(bench, max(rate for *_, rate in points), menu.attention)
-    table, left_out = measure_collectives(machine, watch, _COLLECTIVES_UNTIL * budget_s, sizes)
-    bench.until_s = budget_s
-    slowdown = compute.overlap_slowdown(bench, table, points, dtype)
+    table, left_out = measure_collectives(machine, watch, _COLLECTIVES_UNTIL * watch.budget_s, sizes)
+    bench.until_s = watch.budget_s
+    slowdown = overlap_slowdown(bench, table, points, dtype)
     notes = bench.notes + left_out
     if slowdown is None:
         notes.append("compute beside a collective was not measured: it is assumed to be as fast as alone")
