@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from amsp_jax.cost.sketch import Sketch
 from amsp_jax.cost.storage import leaf_counts, stored_opt_state
-from amsp_jax.cost.trace import ModelTrace
+from amsp_jax.cost.trace import ModelTrace, PartTrace
 from amsp_jax.model import Params
 from amsp_jax.plan import MASTER_BYTES, LeafPlan, Plan
 from amsp_jax.stack import reduction_window
 from amsp_jax.step import StepSettings
 
 GRAD_BYTES = 4
-"""Of a gradient's value, accumulated or on its way to its reduction: float32."""
+"""Of an accumulated gradient's value, float32."""
 _COUNTERS_BYTES = 8
 """The seed, and the number of the step."""
 
@@ -114,100 +115,107 @@ def estimate(
     return max((dataclasses.replace(arguments, **parts) for parts in moments.all()), key=lambda e: e.total)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Stage:
+    """A part of the model and its bytes.
+
+    Attributes:
+      trace: of the part.
+      copy: its P shards kept for the step.
+      gathered: its whole parameters, if it gathers them.
+      full_grads: its unreduced gradients, in the dtype of the reduction.
+      grads: its float32 gradients at the G sharding.
+    """
+
+    trace: PartTrace
+    copy: int
+    gathered: int
+    full_grads: int
+    grads: int
+
+    @classmethod
+    def of(cls, trace: PartTrace, leaves: Params, item_bytes: int, wire_bytes: int) -> _Stage:
+        """Of a part's planned leaves; bytes of a value of gathered parameters, and of a gradient on the wire."""
+        plans: list[LeafPlan] = jax.tree.leaves(leaves)
+        return cls(
+            trace=trace,
+            copy=sum(leaf.num_params_shard for leaf in plans if leaf.has_copy) * item_bytes,
+            gathered=sum(_num_values(leaf) for leaf in plans if leaf.param_axes) * item_bytes,
+            full_grads=sum(map(_num_values, plans)) * wire_bytes,
+            grads=sum(leaf.num_grads_shard for leaf in plans) * GRAD_BYTES,
+        )
+
+
+def _num_values(leaf: LeafPlan) -> int:
+    return math.prod(leaf.storage_shape)
+
+
 class _Moments:
     """What is alive, beside the arguments, at the moments that may be the peak."""
 
     def __init__(
         self, sketch: Sketch, plan: Plan, trace: ModelTrace, settings: StepSettings, accumulation: int
     ) -> None:
-        self.plan, self.trace = plan, trace
-        self.embed, blocks, self.head = sketch.model.split(plan.leaves)
-        self.tied = sketch.model.tied
-        self.blocks = [(trace.blocks[kind], blocks[kind]) for kind in sketch.order]
-        self.window = reduction_window([block for _, block in self.blocks])
-        self.accumulates = accumulation > 1
-        axes = plan.axes
-        peels = settings.peel and bool(axes.grad or axes.opt or axes.replica)
+        embed, blocks, head = sketch.model.split(plan.leaves)
+        sizes = plan.compute_dtype.itemsize, jnp.dtype(settings.reduce_dtype).itemsize
+        kinds = [_Stage.of(block, leaves, *sizes) for block, leaves in zip(trace.blocks, blocks, strict=True)]
+        self.embed, self.head = _Stage.of(trace.embed, embed, *sizes), _Stage.of(trace.head, head, *sizes)
+        self.backwards = [kinds[kind] for kind in reversed(sketch.order)]
+        self.window = reduction_window(blocks)
+        self.accumulates, self.tied, self.axes = accumulation > 1, sketch.model.tied, plan.axes
+        peels = settings.peel and bool(self.axes.grad or self.axes.opt or self.axes.replica)
         # The zeros of the peeled microbatches are one array, alive across the loop, which has its own.
-        self.num_zeros = 2 if peels and accumulation > 2 else 1
-        counts = leaf_counts(sketch, plan)
-        self.params = (
-            sum(n * leaf.num_params_shard for leaf, n in counts if leaf.has_copy) * plan.compute_dtype.itemsize
-        )
-        self.grads = sum(n * leaf.num_grads_shard for leaf, n in counts) * GRAD_BYTES
-        self.opt_grads = sum(n * leaf.num_opt_shard for leaf, n in counts) * GRAD_BYTES
+        zeros = sum(_num_values(leaf) for leaf in jax.tree.leaves(embed)) * GRAD_BYTES
+        self.zeros = zeros * (2 if peels and accumulation > 2 else 1)
+        self.opt_grads = sum(leaf.num_opt_shard * n for leaf, n in leaf_counts(sketch, plan)) * GRAD_BYTES
+        stages = [self.embed, self.head, *self.backwards]
+        self.copies, self.grads = sum(stage.copy for stage in stages), sum(stage.grads for stage in stages)
+        self.saved = sum(stage.trace.saved_bytes for stage in self.backwards)
 
     def all(self) -> Iterator[dict[str, int]]:
         """Each moment as the fields of a `MemoryEstimate`."""
-        yield self._head()
-        yield from self._blocks_backward()
-        yield {"grads": self.grads + (self.opt_grads if self.plan.axes.opt and self.accumulates else 0)}
+        yield self._loss()
+        yield from map(self._block, range(len(self.backwards)))
+        yield self._end()
 
-    @property
-    def _saved(self) -> int:
-        return sum(block.saved_bytes for block, _ in self.blocks)
-
-    def _head(self) -> dict[str, int]:
-        """The loss and its gradient: every block's activations, logits and their cotangents."""
-        gathered = self._gathered(self.head) + (self._gathered(self.embed) if self.tied else 0)
+    def _loss(self) -> dict[str, int]:
+        """The head, forward and backward: every block's activations, logits and their cotangents."""
         return {
-            "params": self.params,
+            "params": self.copies,
             "grads": self.grads if self.accumulates else 0,
-            "activations": self._saved + self.trace.head.backward_bytes,
-            "gathered": gathered,
-            "reductions": self._zeros() if self.accumulates else 0,
+            "activations": self.saved + self.head.trace.backward_bytes,
+            "gathered": self.head.gathered + (self.embed.gathered if self.tied else 0),
+            "reductions": self.zeros if self.accumulates else 0,
         }
 
-    def _blocks_backward(self) -> Iterator[dict[str, int]]:
-        """A block's backward pass, the last block first."""
-        saved, waiting = self._saved, self.trace.head.pending_bytes
-        for done, (block, leaves) in enumerate(reversed(self.blocks)):
-            saved -= block.saved_bytes
-            full, operands = self._late(done)
-            yield {
-                "params": self.params if self.accumulates else self.params - self._params_done(done),
-                "grads": self.grads if self.accumulates else self._reduced(done),
-                "activations": saved + block.backward_bytes + operands + (waiting if not full else 0),
-                "gathered": self._gathered(leaves),
-                "reductions": full + self._zeros(),
-            }
+    def _block(self, done: int) -> dict[str, int]:
+        """The backward pass of the block before the last `done` ones."""
+        block, before = self.backwards[done], self.backwards[:done]
+        operands, full = self._waiting(before)
+        saved = sum(stage.trace.saved_bytes for stage in self.backwards[done + 1 :])
+        copies, grads = self.copies, self.grads
+        if not self.accumulates:
+            # Nothing uses a copy again once its part is done, and gradients come into being one after another.
+            copies -= self.head.copy + sum(stage.copy for stage in before)
+            grads = sum(stage.grads for stage in before[: -self.window]) if self.window else 0
+        return {
+            "params": copies,
+            "grads": grads,
+            "activations": saved + block.trace.backward_bytes + operands,
+            "gathered": block.gathered,
+            "reductions": full + self.zeros,
+        }
 
-    def _late(self, done: int) -> tuple[int, int]:
-        """Bytes of full gradients, and of operands, of the blocks that are done and wait."""
-        before = self.blocks[::-1][:done]
-        if self.window is None:
-            return 0, sum(block.pending_bytes for block, _ in before)
-        operands = sum(block.pending_bytes for block, _ in before[-1:])
-        full = sum(_full_bytes(leaves) for _, leaves in before[:-1][-(self.window - 2) :])
-        return full + (_full_bytes(self.head) if done > 1 else 0), operands
+    def _waiting(self, before: Sequence[_Stage]) -> tuple[int, int]:
+        """Bytes of operands of parameter gradients, and of gradients that are not reduced, of what has run backward.
 
-    def _params_done(self, done: int) -> int:
-        """P shards of head and blocks that nothing uses any more: no microbatch follows."""
-        after = [self.head, *(leaves for _, leaves in self.blocks[::-1][:done])]
-        values = sum(leaf.num_params_shard for leaves in after for leaf in _leaves(leaves) if leaf.has_copy)
-        return values * self.plan.compute_dtype.itemsize
+        Without reductions nothing presses, and all operands wait.
+        """
+        if self.window is None or len(before) < 2:
+            return sum(stage.trace.pending_bytes for stage in (self.head, *before)), 0
+        full = sum(stage.full_grads for stage in before[:-1][-(self.window - 2) :])
+        return before[-1].trace.pending_bytes, full + self.head.full_grads
 
-    def _reduced(self, done: int) -> int:
-        """Shards of the gradients of blocks whose reduction is behind them."""
-        late = self.window or len(self.blocks)
-        before = self.blocks[::-1][: max(0, done - late)]
-        return sum(leaf.num_grads_shard for _, block in before for leaf in _leaves(block)) * GRAD_BYTES
-
-    def _gathered(self, leaves: Params) -> int:
-        whole = sum(_num_values(leaf) for leaf in _leaves(leaves) if leaf.param_axes)
-        return whole * self.plan.compute_dtype.itemsize
-
-    def _zeros(self) -> int:
-        return self.num_zeros * _full_bytes(self.embed)
-
-
-def _full_bytes(leaves: Params) -> int:
-    return sum(map(_num_values, _leaves(leaves))) * GRAD_BYTES
-
-
-def _num_values(leaf: LeafPlan) -> int:
-    return math.prod(leaf.shard_shape(()))
-
-
-def _leaves(leaves: Params) -> list[LeafPlan]:
-    return jax.tree.leaves(leaves)
+    def _end(self) -> dict[str, int]:
+        """The reductions of once a step: all gradients, and the OS shards of accumulated ones."""
+        return {"grads": self.grads + (self.opt_grads if self.axes.opt and self.accumulates else 0)}
