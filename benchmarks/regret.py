@@ -40,7 +40,7 @@ from regret_settings import (
 )
 from train_step import random_batch
 
-from amsp_jax import calibrate, cli, launch, xla_flags
+from amsp_jax import calibrate, launch, xla_flags
 from amsp_jax.cluster import save_cluster
 from amsp_jax.plan import Plan, make_plan
 from amsp_jax.state import TrainState, abstract_state, init_state
@@ -248,4 +248,4 @@ def time_steps(compiled: Any, state: TrainState, batches: list[dict[str, jax.Arr
 
 
 if __name__ == "__main__":
-    launch.end_process(cli.run(main))
+    main()

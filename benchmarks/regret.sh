@@ -7,21 +7,24 @@ here=$(cd "$(dirname "$0")" && pwd)
 out=$1; shift
 gpus=$(nvidia-smi -L | wc -l)
 budget=${BUDGET_S:-3600}
-mkdir -p "$out"
+logs=${LOGS:-$(mktemp -d)}
+mkdir -p "$out" "$logs"
 export NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1 NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4 NCCL_NVLS_ENABLE=0
 trap 'kill $(jobs -p) 2>/dev/null' EXIT
 
-processes() {  # arguments of regret.py
-  what=$1; shift
+processes() {  # seconds, then arguments of regret.py
+  limit=$1 what=$2; shift 2
   port=$((20000 + RANDOM % 10000))
   for ((p = 0; p < gpus; p++)); do
-    NCCL_HOSTID=node$((p / (gpus / 2))) timeout -k 10 $((budget - SECONDS)) python3 "$here/regret.py" "$what" \
+    NCCL_HOSTID=node$((p / (gpus / 2))) timeout -k 5 "$limit" python3 "$here/regret.py" "$what" \
       --out "$out" --coordinator "127.0.0.1:$port" --num-processes "$gpus" --process-id $p \
-      --devices-per-node $((gpus / 2)) "$@" > "$out/$what.$p.log" 2>&1 &
+      --devices-per-node $((gpus / 2)) "$@" > "$logs/$what.$p.log" 2>&1 &
   done
   wait
-  cat "$out/$what.0.log"
+  tail -60 "$logs/$what.0.log"
+  grep -hE '^[a-zA-Z_.]*(Error|Exception)' "$logs/$what".[1-9]*.log | cut -c1-300
 }
 
-[ -s "$out/cluster.json" ] || processes calibrate
-[ -s "$out/cluster.json" ] && processes measure --budget-s $((budget - SECONDS - 15)) "$@"
+[ -s "$out/cluster.json" ] || processes 160 calibrate
+left=$((budget - SECONDS))
+processes "$left" measure --budget-s $((left - 15)) "$@"
