@@ -19,7 +19,7 @@ from amsp_jax.strategy import Degree
 Product = tuple[int, int, int]
 """m, k, n of [m, k] @ [k, n], k <= n; its counterpart [m, n] @ [n, k] is timed with it."""
 
-_SQUARES = tuple((n, n, n) for n in (512, 1024, 2048, 4096, 8192, 16384))
+_SQUARES = tuple((n, n, n) for n in (512, 1024, 2048, 4096, 8192))
 # Tokens by hidden to hidden, and to the ffn, as in models of 1 to 70 billion parameters.
 _TALL = tuple(
     shape
@@ -68,7 +68,7 @@ class Menu:
 
 
 GPU_MENU = Menu(
-    products={"bfloat16": _SQUARES + _TALL, "float32": _SQUARES[:-1]},
+    products={"bfloat16": (*_SQUARES, *_TALL, (16384, 16384, 16384)), "float32": _SQUARES},
     pass_bytes=(2**25, 2**29),
     attention=(AttentionSize(1, 512, 8, 128), AttentionSize(1, 4096, 32, 128)),
 )
@@ -165,29 +165,26 @@ def _scale(x: jax.Array) -> tuple[jax.Array, ...]:
     return (x * 0.999 + 0.001,)
 
 
-def attention_flops_per_s(
-    bench: Workbench, flops_per_s: float, sizes: tuple[AttentionSize, ...]
-) -> tuple[float, float]:
+def attention_flops_per_s(bench: Workbench, sizes: tuple[AttentionSize, ...]) -> tuple[float, float]:
     """Causal FLOP/s of the forward and the backward pass at the last size that fits, or the first.
 
     Args:
       bench: where cuDNN's attention exists it is taken, as the models do.
-      flops_per_s: of matrix products, to predict from.
       sizes: small ones first.
     """
     fused = _has_fused_attention(bench.machine)
     attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn" if fused else "xla")
-    rates = flops_per_s, flops_per_s
+    rates = _FIRST_FLOPS_PER_S, _FIRST_FLOPS_PER_S
     for size in sizes:
-        label, predicted_s = f"attention of {size.rows} x {size.seq_len} tokens", 4 * size.flops / flops_per_s
+        label, predicted_s = f"attention of {size.rows} x {size.seq_len} tokens", size.flops / rates[0]
         arrays = [Array(size.shape, "bfloat16")] * 7
         # Unfused, the scores decide: some four arrays of them in float32.
         scores_bytes = 0 if fused else 4 * 4 * size.rows * size.num_heads * size.seq_len**2
-        if size == sizes[0] or bench.fits(label, 3 * predicted_s, num_bytes_of(arrays) + scores_bytes):
+        if size == sizes[0] or bench.fits(label, 4 * predicted_s, num_bytes_of(arrays) + scores_bytes):
             # XLA's form, and the lowering of its gradient, ask for the common dtype of bfloat16 and float32.
             with jax.numpy_dtype_promotion("standard"):
                 forward_s = bench.measure(f"{label}, forward", _forward(attend), arrays[:4], predicted_s)
-                both_s = bench.measure(f"{label}, forward and backward", _both(attend), arrays, 3 * forward_s)
+                both_s = bench.measure(f"{label}, forward and backward", _both(attend), arrays, 4 * forward_s)
             rates = size.flops / forward_s, 2 * size.flops / max(both_s - forward_s, forward_s)
     return rates
 

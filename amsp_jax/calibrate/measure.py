@@ -56,11 +56,12 @@ def calibrate(
     watch = Stopwatch(budget_s, progress)
     bench = Workbench(machine, watch, until_s=_COMPUTE_UNTIL * watch.budget_s)
     memory = compute.memory_bytes_per_s(bench, menu.pass_bytes)
+    attention = compute.attention_flops_per_s(bench, menu.attention)
+    # Last, as they are many and each is tuned when it is compiled.
     matmul = compute.matmul_rates(bench, menu.products)
-    dtype, points = next(iter(matmul.items()))
-    attention = compute.attention_flops_per_s(bench, max(rate for *_, rate in points), menu.attention)
     table, left_out = measure_collectives(machine, watch, _COLLECTIVES_UNTIL * watch.budget_s, sizes)
     bench.until_s = watch.budget_s
+    dtype, points = next(iter(matmul.items()))
     slowdown = overlap_slowdown(bench, table, points, dtype)
     notes = bench.notes + left_out
     if slowdown is None:
