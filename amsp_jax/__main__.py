@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 
 from amsp_jax import cli, launch
-from amsp_jax.commands import generate
+from amsp_jax.commands import calibrate, generate, plan
 
-COMMANDS = (generate,)
+COMMANDS = (plan, calibrate, generate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

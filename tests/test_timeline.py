@@ -11,7 +11,7 @@ def part(forward_s=1.0, backward_s=2.0, **messages_s):
 
 
 def step(*parts, optimizer_s=0.0, window=None, slowdown=1.0, accumulation=1, peel=True):
-    return simulate(StepTimes(parts, optimizer_s, window, slowdown), accumulation, peel)
+    return simulate(StepTimes(parts, optimizer_s, window, slowdown), accumulation, peel, record=True)
 
 
 EDGE = part(0.0, 0.0)

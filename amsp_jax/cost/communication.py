@@ -84,34 +84,27 @@ def collectives(leaf: LeafPlan, wire: WireDtypes, regathers: bool) -> list[Colle
       regathers: whether the backward pass gathers again: in blocks, not in embedding and head.
     """
     p, g, o = leaf.param_axes, leaf.grad_axes, leaf.opt_axes
-    gather = _Maker(leaf, "all-gather", wire.gather.itemsize)
-    scatter = _Maker(leaf, "reduce-scatter", wire.reduce.itemsize)
-    found = [gather(g + o, p, Phase.START), gather(p, (), Phase.FORWARD)]
+    gather, reduce = wire.gather.itemsize, wire.reduce.itemsize
+    wanted = [("all-gather", g + o, p, gather, Phase.START), ("all-gather", p, (), gather, Phase.FORWARD)]
     if regathers:
-        found.append(gather(p, (), Phase.BACKWARD))
+        wanted.append(("all-gather", p, (), gather, Phase.BACKWARD))
     before: tuple[str, ...] = ()
     for axes in reduction_steps(leaf):
-        found.append(scatter(axes, before, Phase.REDUCE))
+        wanted.append(("reduce-scatter", axes, before, reduce, Phase.REDUCE))
         before += axes
-    found.append(scatter(o, p + g, Phase.END))
-    found.append(_Maker(leaf, "all-reduce", wire.reduce.itemsize)(leaf.replica_axes, p + g + o, Phase.END))
-    return [c for c in found if c.axes]
+    wanted.append(("reduce-scatter", o, p + g, reduce, Phase.END))
+    wanted.append(("all-reduce", leaf.replica_axes, p + g + o, reduce, Phase.END))
+    return [_collective(leaf, *one) for one in wanted if one[1]]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Maker:
-    """Makes a leaf's collectives of one kind."""
-
-    leaf: LeafPlan
-    kind: str
-    item_bytes: int
-
-    def __call__(self, axes: tuple[str, ...], outside: tuple[str, ...], phase: Phase) -> Collective:
-        """Over `axes`, of the part that is left when the leaf is split over `outside`."""
-        whole = self.leaf.shard_shape(outside)
-        small = self.leaf.shard_shape(outside + axes) if self.kind == "reduce-scatter" else whole
-        num_bytes = math.prod(whole) * self.item_bytes
-        return Collective(self.kind, axes, group_of(axes, dict(self.leaf.axis_size)), small, num_bytes, phase)
+def _collective(
+    leaf: LeafPlan, kind: str, axes: tuple[str, ...], outside: tuple[str, ...], item_bytes: int, phase: Phase
+) -> Collective:
+    """Over `axes`, of the part that is left when the leaf is split over `outside`."""
+    whole = leaf.shard_shape(outside)
+    result = leaf.shard_shape(outside + axes) if kind == "reduce-scatter" else whole
+    group = group_of(axes, dict(leaf.axis_size))
+    return Collective(kind, axes, group, result, math.prod(whole) * item_bytes, phase)
 
 
 def group_of(axes: Sequence[str], sizes: dict[str, int]) -> Degree:

@@ -26,11 +26,13 @@ class PartTimes:
     Attributes:
       forward_s, backward_s: compute of one microbatch, recomputation in the latter.
       messages_s: for each phase the seconds of its collectives, which run one after another.
+      accumulate_s: compute that adds the gradients of a microbatch to those before it.
     """
 
     forward_s: float
     backward_s: float
     messages_s: dict[Phase, tuple[float, ...]]
+    accumulate_s: float = 0.0
 
     def has(self, phase: Phase) -> bool:
         """Whether anything is communicated then."""
@@ -79,7 +81,7 @@ class Timeline:
       compute_s: the compute stream was busy, slowed by collectives beside it.
       communication_s: the other stream was busy.
       exposed_s: compute waited for a collective.
-      events: of the microbatches that were simulated: the first, one of the loop, the last.
+      events: if recorded, of the microbatches that were simulated: the first, one of the loop, the last.
       num_loop_trips: for how many trips the loop's one stands.
     """
 
@@ -91,7 +93,7 @@ class Timeline:
     num_loop_trips: int
 
 
-def simulate(times: StepTimes, accumulation: int, peel: bool) -> Timeline:
+def simulate(times: StepTimes, accumulation: int, peel: bool, record: bool = False) -> Timeline:
     """Runs a step of `accumulation` microbatches through the two streams.
 
     Args:
@@ -99,13 +101,14 @@ def simulate(times: StepTimes, accumulation: int, peel: bool) -> Timeline:
       accumulation: microbatches.
       peel: the first and the last are outside the loop (`StepSettings.peel`); else what is done once a step overlaps
         no microbatch, unless there is one alone.
+      record: keep the events.
     """
-    streams = _Streams(times.overlap_slowdown)
+    streams = _Streams(times.overlap_slowdown, record)
     loop_trips = 0
     if accumulation == 1:
-        _microbatch(streams, times, starts=True, ends=True)
+        _microbatch(streams, times, starts=True, ends=True, adds=False)
     elif peel:
-        _microbatch(streams, times, starts=True, ends=False)
+        _microbatch(streams, times, starts=True, ends=False, adds=False)
         loop_trips = accumulation - 2
         _loop(streams, times, loop_trips)
         _microbatch(streams, times, starts=False, ends=True)
@@ -115,7 +118,7 @@ def simulate(times: StepTimes, accumulation: int, peel: bool) -> Timeline:
         _loop(streams, times, loop_trips)
         _alone(streams, times, Phase.END)
     streams.join()
-    streams.compute("optimizer", times.optimizer_s)
+    streams.compute("optimizer", 0, times.optimizer_s)
     return streams.timeline(loop_trips)
 
 
@@ -129,8 +132,14 @@ _NAMES = {
 }
 
 
-def _microbatch(streams: _Streams, times: StepTimes, starts: bool, ends: bool) -> None:
-    """Forward and backward of every part; with what is done once a step where it is the first or the last."""
+def _microbatch(streams: _Streams, times: StepTimes, starts: bool, ends: bool, adds: bool = True) -> None:
+    """Forward and backward of every part.
+
+    Args:
+      streams, times: to run, and what.
+      starts, ends: with what is done once a step before and after.
+      adds: whether there are gradients to add to.
+    """
     parts, last = times.parts, len(times.parts) - 1
     if starts:
         for i, part in enumerate(parts):
@@ -141,7 +150,7 @@ def _microbatch(streams: _Streams, times: StepTimes, starts: bool, ends: bool) -
         # One part ahead.
         if i < last:
             streams.release(parts[i + 1], Phase.FORWARD, i + 1, after=Phase.START)
-        streams.compute(f"forward {i}", part.forward_s, ((Phase.START, i), (Phase.FORWARD, i)))
+        streams.compute("forward", i, part.forward_s, ((Phase.START, i), (Phase.FORWARD, i)))
     for i in range(last, -1, -1):
         part = parts[i]
         if i == last:
@@ -149,7 +158,8 @@ def _microbatch(streams: _Streams, times: StepTimes, starts: bool, ends: bool) -
         if i > 0:
             streams.release(parts[i - 1], Phase.BACKWARD, i - 1)
         late = ((Phase.REDUCE, i + times.window),) if times.window else ()
-        streams.compute(f"backward {i}", part.backward_s, ((Phase.BACKWARD, i), *late))
+        seconds = part.backward_s + (part.accumulate_s if adds else 0.0)
+        streams.compute("backward", i, seconds, ((Phase.BACKWARD, i), *late))
         streams.release(part, Phase.REDUCE, i)
         if ends:
             streams.release(part, Phase.END, i, after=Phase.REDUCE)
@@ -183,9 +193,9 @@ class _Message:
 class _Wire:
     """The communication stream: what may run, what runs next, what has run."""
 
-    def __init__(self) -> None:
+    def __init__(self, record: bool) -> None:
         self.free_at = self.busy_s = 0.0
-        self.running_until = 0.0
+        self.record = record
         self.pending: set[Key] = set()
         self.done: dict[Key, float] = {}
         self.events: list[Event] = []
@@ -228,7 +238,8 @@ class _Wire:
         self.free_at, self.busy_s = end, self.busy_s + message.seconds
         self.pending.discard(message.key)
         self.done[message.key] = end
-        self.events.append(Event("communication", f"{_NAMES[message.key[0]]} {message.key[1]}", start, end))
+        if self.record:
+            self.events.append(Event("communication", f"{_NAMES[message.key[0]]} {message.key[1]}", start, end))
         for follower in self._behind.pop(message.key, ()):
             self._queue(follower, end)
 
@@ -236,8 +247,8 @@ class _Wire:
 class _Streams:
     """Both streams; the compute stream's clock is the program's."""
 
-    def __init__(self, slowdown: float) -> None:
-        self.slowdown, self.wire = slowdown, _Wire()
+    def __init__(self, slowdown: float, record: bool) -> None:
+        self.slowdown, self.wire, self.record = slowdown, _Wire(record), record
         self.now_s = self.compute_s = self.exposed_s = 0.0
         self.events: list[Event] = []
 
@@ -248,7 +259,7 @@ class _Streams:
             message = _Message((phase, index), sum(part.messages_s[phase]))
             self.wire.release(message, self.now_s, (after, index) if after else None)
 
-    def compute(self, name: str, seconds: float, needs: tuple[Key, ...] = ()) -> None:
+    def compute(self, what: str, index: int, seconds: float, needs: tuple[Key, ...] = ()) -> None:
         """Computes once `needs` have run, slower while a collective runs."""
         self._wait_for(needs)
         start, left = self.now_s, seconds
@@ -259,8 +270,8 @@ class _Streams:
             left = self._beside_running(left)
         self.now_s += left
         self.compute_s += self.now_s - start
-        if seconds > 0:
-            self.events.append(Event("compute", name, start, self.now_s))
+        if self.record and seconds > 0:
+            self.events.append(Event("compute", f"{what} {index}", start, self.now_s))
 
     def _beside_running(self, left: float) -> float:
         """Computes while the running collective lasts; returns what is left to compute."""

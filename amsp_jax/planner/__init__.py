@@ -1,0 +1,31 @@
+"""Every strategy for a model on a cluster, ranked: what fits, how long its step takes, why the others do not do."""
+
+from amsp_jax.planner.scorer import MessageCost, Scorer
+from amsp_jax.planner.search import candidates, search
+from amsp_jax.planner.types import (
+    Candidate,
+    Estimate,
+    Objective,
+    Ranking,
+    Reason,
+    Rejection,
+    Space,
+    Workload,
+    strategy_of,
+)
+
+__all__ = [
+    "Candidate",
+    "Estimate",
+    "MessageCost",
+    "Objective",
+    "Ranking",
+    "Reason",
+    "Rejection",
+    "Scorer",
+    "Space",
+    "Workload",
+    "candidates",
+    "search",
+    "strategy_of",
+]

@@ -1,0 +1,166 @@
+"""What is asked of the planner, and what it answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from enum import StrEnum
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from amsp_jax.cost.communication import Phase
+from amsp_jax.cost.memory import MemoryEstimate
+from amsp_jax.cost.timeline import Timeline
+from amsp_jax.model import Model
+from amsp_jax.stack import Remat
+from amsp_jax.strategy import Degree, Degrees, PartialSharding, Strategy
+
+
+class Objective(StrEnum):
+    """What is minimised."""
+
+    STEP_TIME = "step_time"
+    """The predicted step time, with overlap."""
+    PAPER = "paper"
+    """AMSP's sum of communication terms, under its memory formula and in its space (arXiv 2311.00257, IV)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is trained.
+
+    Attributes:
+      model: with the attention that it will run with.
+      optimizer: any optax transform.
+      global_batch: sequences a step.
+      seq_len: tokens of a sequence.
+      compute_dtype, reduce_dtype: of gathered parameters; of gradients on the wire.
+      peel: as in `StepSettings`.
+    """
+
+    model: Model
+    optimizer: optax.GradientTransformation
+    global_batch: int
+    seq_len: int
+    compute_dtype: Any = jnp.bfloat16
+    reduce_dtype: Any = jnp.float32
+    peel: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Space:
+    """What is searched: every nested strategy, with each of these.
+
+    Attributes:
+      microbatches: sequences a rank computes at once.
+      remats: what blocks keep.
+      fill_nodes: leave out strategies that span nodes before they fill one.
+    """
+
+    microbatches: tuple[int, ...]
+    remats: tuple[Remat, ...]
+    fill_nodes: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A point of the space."""
+
+    degrees: Degrees
+    microbatch: int
+    remat: Remat
+
+    def accumulation(self, global_batch: int) -> int:
+        """Microbatches of a step."""
+        return global_batch // (self.microbatch * self.degrees.ranks.total)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What is predicted of a candidate.
+
+    Attributes:
+      candidate: the point.
+      accumulation: microbatches of a step.
+      memory: by part, bytes of one device.
+      timeline: of the simulated step.
+      terms_s: seconds of collectives in a step by phase, hidden or not.
+      objective_s: what was minimised.
+      tokens_per_s_per_device: tokens of the global batch.
+      mfu, hfu: model FLOP/s over the peak, without and with recomputation; None where the peak is not known.
+      unmeasured: `all-reduce 1x4`: collectives whose times come from link numbers, not from a measurement.
+    """
+
+    candidate: Candidate
+    accumulation: int
+    memory: MemoryEstimate
+    timeline: Timeline
+    terms_s: dict[Phase, float]
+    objective_s: float
+    tokens_per_s_per_device: float
+    mfu: float | None
+    hfu: float | None
+    unmeasured: tuple[str, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step."""
+        return self.timeline.step_s
+
+
+class Reason(StrEnum):
+    """Why a candidate is not ranked."""
+
+    NODE_NOT_FULL = "spans nodes before its own node is full"
+    NOT_IN_PAPER = "gradients are sharded neither as parameters nor as optimizer states"
+    BATCH = "the global batch does not divide by microbatch x data ranks"
+    MEMORY = "needs more memory than a device has"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rejection:
+    """A candidate that is not ranked, and by how many bytes it misses where memory is the reason."""
+
+    candidate: Candidate
+    reason: Reason
+    missing_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """The outcome of a search.
+
+    Attributes:
+      ranked: the best first.
+      rejected: one entry for each of the others.
+      memory_bytes: the limit.
+      objective: what was minimised.
+    """
+
+    ranked: tuple[Estimate, ...]
+    rejected: tuple[Rejection, ...]
+    memory_bytes: int
+    objective: Objective
+
+    @property
+    def best(self) -> Estimate:
+        """The winner."""
+        return self.ranked[0]
+
+    @property
+    def num_rejected(self) -> Counter[Reason]:
+        """How many, by reason."""
+        return Counter(rejection.reason for rejection in self.rejected)
+
+
+def strategy_of(degrees: Degrees) -> Strategy:
+    """The strategy in canonical form, `params=4x1 grads=4x1 opt_state=8x1`."""
+
+    def sharding(degree: Degree) -> PartialSharding:
+        return PartialSharding(degree.intra, degree.inter)
+
+    return Strategy(
+        params=sharding(degrees.params), grads=sharding(degrees.grads), opt_state=sharding(degrees.opt_state)
+    )
