@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import optax
 
 from amsp_jax.cluster import Rates
+from amsp_jax.cost.memory import GRAD_BYTES
 from amsp_jax.cost.sketch import Sketch
 from amsp_jax.cost.storage import leaf_counts, stored_opt_state
 from amsp_jax.cost.trace import ModelTrace, PartTrace, Work
@@ -62,7 +63,7 @@ def update_bytes(sketch: Sketch, plan: Plan, optimizer: optax.GradientTransforma
     """
     total = sum(2 * leaf.num_bytes * leaf.count for leaf in stored_opt_state(sketch, plan, optimizer))
     for leaf, count in leaf_counts(sketch, plan):
-        total += 2 * MASTER_BYTES * leaf.num_opt_shard * count
+        total += (2 * GRAD_BYTES + 2 * MASTER_BYTES) * leaf.num_opt_shard * count
         if leaf.has_copy:
             total += (MASTER_BYTES + plan.compute_dtype.itemsize) * leaf.num_opt_shard * count
     return total

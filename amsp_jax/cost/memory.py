@@ -27,8 +27,8 @@ from amsp_jax.step import StepSettings
 
 GRAD_BYTES = 4
 """Of an accumulated gradient's value, float32."""
-_COUNTERS_BYTES = 8
-"""The seed, and the number of the step."""
+_STEP_BYTES = 4
+"""The number of the step. The seed is no argument of a model that draws nothing; with it there are 4 bytes more."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class MemoryEstimate:
 
     Attributes:
       master, opt_state: the arguments: float32 master shard, and the optimizer's state.
-      batch: the arguments: tokens, targets and weights of all microbatches, the seed and the step's number.
+      batch: the arguments: tokens, targets and weights of all microbatches, and the step's number.
       params: P shards kept for the step, where they are not the master.
       grads: float32 accumulators at the G sharding, or gradients that wait for the reductions of once a step.
       activations: what blocks and the head keep for the backward pass, and what runs at the moment of the peak.
@@ -88,7 +88,7 @@ def argument_bytes(
     return MemoryEstimate(
         master=sum(leaf.num_opt_shard * count for leaf, count in leaf_counts(sketch, plan)) * MASTER_BYTES,
         opt_state=sum(leaf.num_bytes * leaf.count for leaf in stored_opt_state(sketch, plan, optimizer)),
-        batch=batch_bytes + _COUNTERS_BYTES,
+        batch=batch_bytes + _STEP_BYTES,
     )
 
 

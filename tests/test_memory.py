@@ -1,0 +1,148 @@
+"""Arguments are exact for every strategy and optimizer; the peak behaves as its terms say."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from oracle import RANKS, plan_for
+from test_equivalence import MIXED, PRESETS
+
+from amsp_jax.cost import compute, memory
+from amsp_jax.cost.sketch import Sketch
+from amsp_jax.cost.trace import trace_model
+from amsp_jax.optimizer import OPTIMIZERS
+from amsp_jax.plan import make_plan
+from amsp_jax.stack import Remat
+from amsp_jax.state import abstract_state
+from amsp_jax.step import StepSettings, make_train_step
+from amsp_jax.strategy import all_degrees
+from models.registry import build_model
+
+ACCUMULATION = 3
+
+
+def arguments(model, plan, optimizer):
+    """The abstract arguments of a step."""
+    shape = (ACCUMULATION, oracle.ROWS // ACCUMULATION, oracle.SEQ)
+    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    batch = {k: jax.ShapeDtypeStruct(shape, d, sharding=plan.batch_sharding) for k, d in dtypes.items()}
+    return abstract_state(model, optimizer, plan), batch, np.uint32(0)
+
+
+def compiled_bytes(function, *args):
+    return function.lower(*args).compile().memory_analysis().argument_size_in_bytes
+
+
+def predicted(model, strategy, optimizer):
+    sketch = Sketch.of(model)
+    batch_bytes = oracle.ROWS // RANKS.total * oracle.SEQ * 12
+    return memory.argument_bytes(sketch, plan_for(strategy, sketch.model), optimizer, batch_bytes).argument_bytes
+
+
+def check_arguments(strategy, name):
+    model, optimizer = oracle.model("gpt", 3), oracle.optimizer(name)
+    # The step drops the seed, which these models do not use.
+    state, batch, _ = arguments(model, plan_for(strategy, model), optimizer)
+    nothing = jax.jit(lambda *_: 0, keep_unused=True)
+    assert predicted(model, strategy, optimizer) == compiled_bytes(nothing, state, batch)
+
+
+@pytest.mark.parametrize("strategy", [*PRESETS, *MIXED])
+def test_argument_bytes_are_those_of_a_program_with_these_arguments(strategy):
+    check_arguments(strategy, "adamw")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_argument_bytes_of_every_optimizer(name):
+    check_arguments("params=2x1 grads=4x1 opt_state=4x2", name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("strategy", [*PRESETS, *MIXED])
+def test_argument_bytes_of_every_optimizer_and_strategy(strategy, name):
+    check_arguments(strategy, name)
+
+
+def check_step(strategy):
+    model, optimizer = oracle.model("llama"), oracle.optimizer("adamw")
+    plan = plan_for(strategy, model)
+    step = make_train_step(model, optimizer, plan, StepSettings())
+    assert predicted(model, strategy, optimizer) == compiled_bytes(step, *arguments(model, plan, optimizer))
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "params=2x1 grads=4x1 opt_state=4x2"])
+def test_argument_bytes_are_those_of_the_compiled_step(strategy):
+    check_step(strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [str(d) for d in all_degrees(RANKS)])
+def test_of_every_triple(strategy):
+    check_step(strategy)
+
+
+@functools.cache
+def sketch():
+    return Sketch.of(build_model("llama-1b", attention="cudnn"))
+
+
+@functools.cache
+def trace(remat, rows):
+    return trace_model(sketch(), rows, 2048, remat, jnp.bfloat16)
+
+
+def estimate(strategy, remat=Remat.PROJECTIONS, rows=2, accumulation=4, **settings):
+    plan = make_plan(strategy, sketch().model.abstract_params(), RANKS)
+    settings = StepSettings(remat=remat, **settings)
+    return memory.estimate(sketch(), plan, trace(remat, rows), oracle.optimizer("adamw"), settings, accumulation)
+
+
+def test_states_are_the_plans():
+    num_params = sketch_num_params()
+    zero1 = estimate("zero1")
+    assert zero1.master == 4 * num_params // RANKS.total
+    assert zero1.opt_state == 2 * zero1.master + 8
+    assert zero1.params == 2 * num_params
+    assert zero1.grads == 4 * num_params
+    assert estimate("zero3").params == 0
+    assert estimate("zero3").grads == 4 * num_params // RANKS.total
+
+
+def sketch_num_params():
+    return build_model("llama-1b").numbers.num_params
+
+
+def test_the_total_is_the_sum_of_its_parts():
+    e = estimate("hpz(4)")
+    assert e.total == sum(getattr(e, field.name) for field in dataclasses.fields(e))
+    assert 0 < e.margin_bytes < e.total - e.argument_bytes
+
+
+def test_one_microbatch_accumulates_nothing():
+    assert estimate("zero1", accumulation=1).total < estimate("zero1").total
+    assert estimate("zero3", accumulation=1, rows=8).grads == 0
+
+
+def test_more_rematerialisation_and_fewer_rows_take_less():
+    totals = [estimate("zero3", remat, rows=8).total for remat in (Remat.NONE, Remat.PROJECTIONS, Remat.FULL)]
+    assert totals == sorted(totals, reverse=True)
+    assert len(set(totals)) == 3
+    assert estimate("zero3", rows=1).total < estimate("zero3", rows=2).total
+
+
+def test_half_the_bytes_of_gradients_that_wait():
+    full, half = (estimate("zero3", rows=1, reduce_dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    assert half.reductions < full.reductions
+
+
+def test_an_update_reads_and_writes_the_os_shard():
+    plan = make_plan("zero3", sketch().model.abstract_params(), RANKS)
+    # The gradient twice, master and two moments read and written: 4 x (2 + 2 + 4) bytes a value; counters aside.
+    values = sketch_num_params() // RANKS.total
+    moved = compute.update_bytes(sketch(), plan, oracle.optimizer("adamw"))
+    assert moved == pytest.approx(32 * values, rel=1e-6)
