@@ -105,3 +105,50 @@ def test_groups_of_mesh_axes():
     mesh = SimpleNamespace(shape={"inter": 2, "intra": 3})
     assert hlo.mesh_groups(mesh, ("intra",)) == frozenset({frozenset({0, 1, 2}), frozenset({3, 4, 5})})
     assert hlo.mesh_groups(mesh, ("inter",)) == frozenset({frozenset({0, 3}), frozenset({1, 4}), frozenset({2, 5})})
+
+
+def test_work_between_start_and_end():
+    """A product, a fused product, causal attention and a loop of products count; what is outside does not."""
+    entry = """
+%x = bf16[8,4]{1,0} parameter(0)
+%w = bf16[4,16]{1,0} parameter(1)
+%q = bf16[2,8,3,5]{3,2,1,0} parameter(2)
+%early = (bf16[8,16]{1,0}, s8[64]{0}) custom-call(%x, %w), custom_call_target="__cublas$lt$matmul", \
+backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
+%s = (f32[8]{0}, f32[16]{0}) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}
+%late = (bf16[8,16]{1,0}, s8[64]{0}) custom-call(%x, %w), custom_call_target="__cublas$lt$matmul", \
+backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
+%f = bf16[8,16]{1,0} fusion(%x, %w), kind=kCustom, calls=%fused
+%a = (bf16[2,3,8,5]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", \
+backend_config={"cudnn_fmha_backend_config": {"intermediate_tensor_shape": {"element_type": "BF16", \
+"dimensions": ["2", "3", "8", "8"]}, "mask_type": "CAUSAL"}}
+%l = (s32[]) while(%t), condition=%c, body=%looped, backend_config={"known_trip_count":{"n":"3"}}
+%d = f32[16]{0} all-gather-done(%s)
+%rs = f32[8]{0} reduce-scatter(%d), replica_groups={{0,1}}, to_apply=%sum
+"""
+    rest = """
+%fused (x: bf16[8,4], w: bf16[4,16]) -> bf16[8,16] {
+  %x = bf16[8,4]{1,0} parameter(0)
+  %w = bf16[4,16]{1,0} parameter(1)
+  ROOT %dot = bf16[8,16]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%looped (t: (s32[])) -> (s32[]) {
+  %one = bf16[8,16]{1,0} fusion(%x, %w), kind=kCustom, calls=%fused
+}
+"""
+    gather, scatter = hlo.analyse(program(entry, rest))
+    product = 2 * 8 * 4 * 16
+    assert gather.flops == hlo.Flops(matmul=product * (1 + 1 + 3), attention=2 * 2 * (2 * 3 * 8 * 8) * 5 // 2)
+    assert not gather.is_sync and gather.num_bytes == 64 and gather.num_arrays == 1
+    assert scatter.is_sync and scatter.flops.total == 0 and scatter.num_bytes == 64
+
+
+def test_a_combined_operation_is_one_span():
+    spans = hlo.analyse(program(GPU, "%fused (x: f32[8]) -> f32[4] {\n}"))
+    assert [(s.kind, s.num_arrays, s.num_bytes) for s in spans] == [
+        ("all-gather", 2, 2 * 4096 + 2 * 32),
+        ("reduce-scatter", 1, 2 * 16),
+        ("all-reduce", 1, 4),
+    ]
+    assert [s.is_scalar for s in spans] == [False, False, True]

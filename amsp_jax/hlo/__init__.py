@@ -4,3 +4,6 @@ from amsp_jax.hlo.collectives import Collective as Collective
 from amsp_jax.hlo.collectives import Groups as Groups
 from amsp_jax.hlo.collectives import collectives as collectives
 from amsp_jax.hlo.collectives import mesh_groups as mesh_groups
+from amsp_jax.hlo.schedule import Flops as Flops
+from amsp_jax.hlo.schedule import Span as Span
+from amsp_jax.hlo.schedule import analyse as analyse
