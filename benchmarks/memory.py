@@ -1,0 +1,184 @@
+"""Peak memory as `cost.memory` predicts it, beside what XLA:GPU compiles the same step to, for GPUs that are not there.
+
+    python benchmarks/memory.py --compile_for h200.txtpb --results memory.jsonl
+
+Compiles each setting that is not in the file yet with `train_step.py`, 10 to 40 s each, then prints the table.
+Without --compile_for it prints the table of what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import jax.numpy as jnp
+
+from amsp_jax.cost import memory
+from amsp_jax.cost.sketch import Sketch
+from amsp_jax.cost.trace import ModelTrace, trace_model
+from amsp_jax.optimizer import make_optimizer
+from amsp_jax.plan import make_plan
+from amsp_jax.stack import Remat
+from amsp_jax.step import StepSettings
+from amsp_jax.strategy import DataRanks
+from models.registry import build_model
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One compiled step; 4 devices a node."""
+
+    model: str
+    num_layers: int
+    strategy: str
+    remat: str
+    microbatch: int
+    accumulation: int
+    num_nodes: int = 1
+    reduce_dtype: str = "float32"
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a row; GPT has no positions for more."""
+        return 2048 if self.model.startswith("gpt") else 4096
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """Of `train_step.py`."""
+        return {
+            "model": self.model,
+            "overrides": {"num_layers": self.num_layers},
+            "strategy": self.strategy,
+            "remat": self.remat,
+            "microbatch": self.microbatch,
+            "accumulation": self.accumulation,
+            "seq_len": self.seq_len,
+            "nodes": self.num_nodes,
+            "devices": 4 * self.num_nodes,
+            "reduce_dtype": self.reduce_dtype,
+        }
+
+
+MIXED = "params=replica grads=node opt_state=full"
+SETTINGS = [
+    *(Setting("llama-7b", 8, s, "projections", 2, a) for s in ("ddp", "zero1", "zero2", "zero3") for a in (1, 4)),
+    *(Setting("llama-7b", 8, s, "projections", 2, 4, 2) for s in ("mics", "hpz", "hfsdp", MIXED, "zero3")),
+    Setting("llama-7b", 8, "hpz", "projections", 2, 1, 2),
+    Setting("llama-7b", 8, "ddp", "projections", 1, 4),
+    Setting("llama-7b", 8, "zero3", "projections", 4, 1),
+    Setting("llama-7b", 8, "zero3", "projections", 2, 1, 1, "bfloat16"),
+    Setting("llama-7b", 8, "zero3", "none", 1, 4),
+    Setting("llama-7b", 8, "zero1", "none", 1, 1),
+    Setting("llama-7b", 8, "zero3", "full", 2, 4),
+    Setting("llama-7b", 8, "zero3", "full", 1, 1),
+    Setting("llama-7b", 8, "zero1", "full", 4, 4),
+    Setting("llama-7b", 8, MIXED, "full", 2, 1, 2),
+    Setting("llama-7b", 32, "zero3", "projections", 2, 1),
+    Setting("llama-7b", 32, "hfsdp", "projections", 1, 4, 2),
+    Setting("llama-1b", 16, "zero1", "projections", 4, 4),
+    Setting("llama-1b", 16, "hfsdp", "projections", 2, 4, 2),
+    Setting("llama-1b", 16, "mics", "projections", 1, 1, 2),
+    Setting("llama-1b", 16, "zero2", "none", 2, 4),
+    Setting("llama-1b", 16, "zero1", "none", 4, 1),
+    Setting("llama-1b", 16, "zero3", "full", 4, 4),
+    Setting("llama-1b", 16, "hpz", "full", 4, 4, 2),
+    Setting("llama-1b", 16, "ddp", "full", 4, 4),
+    Setting("gpt-22b", 4, "zero1", "projections", 2, 4),
+    Setting("gpt-22b", 4, "zero3", "projections", 2, 4),
+    Setting("gpt-22b", 4, "hpz", "projections", 4, 4, 2),
+    Setting("gpt-22b", 4, MIXED, "projections", 1, 4, 2),
+    Setting("gpt-22b", 4, "ddp", "projections", 1, 1),
+    Setting("gpt-22b", 4, "zero2", "none", 1, 4),
+    Setting("gpt-22b", 4, "zero3", "full", 4, 1),
+]
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--compile_for", type=Path, help="XLA device description")
+    p.add_argument("--results", type=Path, required=True, help="JSON lines, appended to")
+    p.add_argument("--python", default=sys.executable, help="an interpreter with jax's CUDA plugin")
+    args = p.parse_args()
+    if args.compile_for:
+        for setting in SETTINGS:
+            if setting not in compiled(args.results):
+                append(args.results, setting, compile_setting(setting, args.python, args.compile_for.resolve()))
+    print("\n".join(table(compiled(args.results))))
+
+
+def compile_setting(setting: Setting, python: str, target: Path) -> dict[str, Any]:
+    """What `train_step.py` prints of it."""
+    flags = [f"--{name}={value}" for name, value in setting.flags.items()]
+    command = [python, "benchmarks/train_step.py", f"--compile_for={target}", *flags]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if result.returncode:
+        sys.exit(f"{setting}: {result.stderr[-2000:]}")
+    return json.loads(result.stdout)
+
+
+def append(results: Path, setting: Setting, row: dict[str, Any]) -> None:
+    """One line: the setting, and the compiled step's sizes."""
+    kept = {name: row[name] for name in ("argument_gib", "temp_gib", "jax", "device_kind")}
+    with results.open("a") as file:
+        file.write(json.dumps({"setting": dataclasses.asdict(setting), **kept}) + "\n")
+
+
+def compiled(results: Path) -> dict[Setting, dict[str, Any]]:
+    """The rows of a file by setting."""
+    lines = results.read_text().splitlines() if results.exists() else []
+    rows = [json.loads(line) for line in lines]
+    return {Setting(**row["setting"]): row for row in rows}
+
+
+def table(rows: dict[Setting, dict[str, Any]]) -> Iterator[str]:
+    """Markdown, in the order of `SETTINGS`."""
+    yield "| model | strategy | nodes | remat | microbatch | microbatches | arguments | compiled | predicted | error |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for s in SETTINGS:
+        if s not in rows:
+            continue
+        peak = rows[s]["argument_gib"] + rows[s]["temp_gib"]
+        predicted = predict(s)
+        arguments, total = predicted.argument_bytes / 2**30, predicted.total / 2**30
+        # The compiled figure has two decimals.
+        assert abs(arguments - rows[s]["argument_gib"]) < 0.006, (s, arguments)
+        remat = s.remat if s.reduce_dtype == "float32" else f"{s.remat}, {s.reduce_dtype} reduction"
+        yield (
+            f"| {s.model}, {s.num_layers} layers | {s.strategy} | {s.num_nodes} | {remat} | {s.microbatch} | "
+            f"{s.accumulation} | {arguments:.2f} | {peak:.2f} | {total:.2f} | {total / peak - 1:+.1%} |"
+        )
+
+
+def predict(setting: Setting) -> memory.MemoryEstimate:
+    """The planner's estimate."""
+    sketch = sketch_of(setting.model, setting.num_layers)
+    plan = make_plan(setting.strategy, sketch.model.abstract_params(), DataRanks(4, setting.num_nodes))
+    optimizer = make_optimizer("adamw", 3e-4, weight_decay=0.1, clip_norm=1.0)
+    settings = StepSettings(reduce_dtype=jnp.dtype(setting.reduce_dtype), remat=Remat(setting.remat))
+    trace = trace_of(setting.model, setting.num_layers, setting.microbatch, setting.seq_len, settings.remat)
+    return memory.estimate(sketch, plan, trace, optimizer, settings, setting.accumulation)
+
+
+@functools.cache
+def sketch_of(model: str, num_layers: int) -> Sketch:
+    return Sketch.of(build_model(model, {"num_layers": num_layers}, attention="cudnn"))
+
+
+@functools.cache
+def trace_of(model: str, num_layers: int, microbatch: int, seq_len: int, remat: Remat) -> ModelTrace:
+    return trace_model(sketch_of(model, num_layers), microbatch, seq_len, remat, jnp.bfloat16)
+
+
+if __name__ == "__main__":
+    main()
