@@ -135,3 +135,12 @@ def test_tables_have_a_line_each():
     assert sum(int(line.split()[0]) for line in report.rejected_lines(ranking).splitlines()) == len(
         list(candidates(named_cluster("a800", 4), ONE))
     )
+
+
+def test_the_papers_objective_picks_the_papers_strategy():
+    """7B on 16 nodes of 8 A800, 8 microbatches, no recomputation, 80 GiB: P = G = 1x1, OS inside the node (Table IV)."""
+    space = Space(microbatches=(1,), remats=(Remat.NONE,))
+    ranking = search(workload(), named_cluster("a800", 16), space, Objective.PAPER, memory_bytes=80 * 2**30)
+    best = ranking.best.candidate.degrees
+    assert (best.params.total, best.grads.total) == (1, 1) and best.opt_state.inter == 1 and best.opt_state.intra > 1
+    assert len(ranking.ranked) + ranking.num_rejected[Reason.MEMORY] == 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -12,15 +13,17 @@ from amsp_jax.cluster import Cluster, Network, Rates
 from amsp_jax.cost import compute, memory
 from amsp_jax.cost.communication import ONCE, Collective, PartPlans, Phase, WireDtypes, messages, part_plans
 from amsp_jax.cost.memory import MemoryEstimate
+from amsp_jax.cost.papers import amsp
 from amsp_jax.cost.sketch import Sketch
-from amsp_jax.cost.timeline import PartTimes, StepTimes, simulate
+from amsp_jax.cost.storage import leaf_counts
+from amsp_jax.cost.timeline import PartTimes, StepTimes, Timeline, simulate
 from amsp_jax.cost.trace import ModelTrace, trace_model
 from amsp_jax.errors import UserError
 from amsp_jax.plan import Plan, make_plan
 from amsp_jax.planner.types import Candidate, Estimate, Objective, Workload, strategy_of
 from amsp_jax.stack import Remat, reduction_window
 from amsp_jax.step import StepSettings
-from amsp_jax.strategy import Degrees
+from amsp_jax.strategy import Degrees, parse
 
 MEASURED = "measured"
 
@@ -131,12 +134,34 @@ class Scorer:
             memory=self.memory(candidate),
             timeline=timeline,
             terms_s=terms,
-            objective_s=timeline.step_s,
+            objective_s=self._objective_s(candidate, timeline),
             tokens_per_s_per_device=rate,
             mfu=mfu,
             hfu=hfu,
             unmeasured=tuple(sorted({f"{c.message.kind} {c.message.group}" for c in costs if c.basis != MEASURED})),
         )
+
+    def _objective_s(self, candidate: Candidate, timeline: Timeline) -> float:
+        if self.objective is Objective.STEP_TIME:
+            return timeline.step_s
+        accumulation = candidate.accumulation(self.workload.global_batch)
+        return amsp.terms(self.network.seconds, candidate.degrees, self._modules, accumulation).total_s
+
+    @functools.cached_property
+    def _modules(self) -> list[int]:
+        """Parameters of each matrix or vector of the whole model: what the paper gathers one by one."""
+        whole = parse("ddp").resolve(self.cluster.ranks)
+        counts = leaf_counts(self.sketch, self.plan(whole))
+        return [math.prod(leaf.shape) for leaf, count in counts for _ in range(count)]
+
+    def needed_bytes(self, candidate: Candidate) -> int:
+        """Of one device: the peak with a margin; for the paper's objective, its formula and the saved activations."""
+        if self.objective is Objective.STEP_TIME:
+            memory = self.memory(candidate)
+            return memory.total + memory.margin_bytes
+        trace = self.trace(candidate.microbatch, candidate.remat)
+        saved = sum(trace.blocks[kind].saved_bytes for kind in self.sketch.order) + trace.head.saved_bytes
+        return round(amsp.state_bytes(sum(self._modules), candidate.degrees)) + saved
 
     def message_costs(self, candidate: Candidate) -> list[MessageCost]:
         """Every message of a step, equal blocks together."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from amsp_jax.cluster import Cluster
+from amsp_jax.cost.papers import amsp
 from amsp_jax.errors import UserError
 from amsp_jax.planner.scorer import Scorer
 from amsp_jax.planner.types import (
@@ -77,7 +78,7 @@ def _refuse(candidate: Candidate, workload: Workload, space: Space, objective: O
     degrees = candidate.degrees
     if space.fill_nodes and degrees.warnings:
         return Rejection(candidate, Reason.NODE_NOT_FULL)
-    if objective is Objective.PAPER and degrees.grads not in (degrees.params, degrees.opt_state):
+    if objective is Objective.PAPER and not amsp.in_space(degrees):
         return Rejection(candidate, Reason.NOT_IN_PAPER)
     if workload.global_batch % (candidate.microbatch * degrees.ranks.total):
         return Rejection(candidate, Reason.BATCH)
@@ -85,8 +86,7 @@ def _refuse(candidate: Candidate, workload: Workload, space: Space, objective: O
 
 
 def _too_large(scorer: Scorer, candidate: Candidate, limit: int) -> Rejection | None:
-    needed = scorer.memory(candidate)
-    missing = needed.total + needed.margin_bytes - limit
+    missing = scorer.needed_bytes(candidate) - limit
     return Rejection(candidate, Reason.MEMORY, missing) if missing > 0 else None
 
 
