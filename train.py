@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
 
-from amsp_jax import cli, launch, trainer
+from amsp_jax import auto, cli, launch, trainer
 from amsp_jax.job import compiler_options
 from amsp_jax.strategy import parse
 
@@ -30,7 +31,8 @@ def train(argv: Sequence[str]) -> None:
     # What can be wrong without looking at a device.
     loaded = cli.load_config(line.gin_files, line.bindings)
     config = loaded.config
-    parse(config.strategy)
+    if not config.is_auto:
+        parse(config.strategy)
     cli.build_model(config)
 
     # Devices, in order; from here on jax runs.
@@ -43,6 +45,9 @@ def train(argv: Sequence[str]) -> None:
         process_id=line.process_id,
     )
     built = cli.build_model(config, layout.devices[0])
+    chosen = auto.choose(config, built.model, layout) if config.is_auto else None
+    if chosen:
+        config = dataclasses.replace(config, strategy=chosen.strategy, cluster=None)
     environment = {**launch.environment(), "compiler_options": compiler_options(config, built.model, layout)}
 
     trainer.train(
@@ -50,11 +55,13 @@ def train(argv: Sequence[str]) -> None:
         built.model,
         built.vocab_size,
         layout,
-        notes=(built.attention, *layout.notes),
+        notes=(*(chosen.lines if chosen else ()), built.attention, *layout.notes),
+        closing=chosen.comparison if chosen else None,
         files={
             "config.gin": loaded.config_gin,
             "operative_config.gin": loaded.operative_config_gin,
             "environment.json": json.dumps(environment, indent=2) + "\n",
+            **({"prediction.json": chosen.to_json()} if chosen else {}),
         },
     )
 

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from amsp_jax.errors import UserError
-from amsp_jax.strategy import PRESETS
 
 DType = Literal["float32", "bfloat16"]
 
@@ -30,7 +29,8 @@ class TrainConfig:
       UserError: a value of the wrong type, outside its choices or out of range; it says the right spelling.
     """
 
-    strategy: Annotated[str, "preset, or 'params=... grads=... opt_state=...' with replica, node, full, AxB or a count"]
+    strategy: Annotated[str, "auto, a preset, or 'params=... grads=... opt_state=...'; see below"]
+    cluster: Annotated[str | None, "file of `amsp_jax calibrate` for STRATEGY='auto'; None: measures once and keeps it"]
     model: Annotated[str, "name of a model"]
     model_overrides: Annotated[dict, "fields of the model to change, {'num_layers': 8}"]
     data: Annotated[str, "training text: 'stdlib', a folder, a text or .jsonl file; or token ids, .npy or .bin"]
@@ -68,9 +68,9 @@ class TrainConfig:
             _check_least(name, getattr(self, name), 1)
         for name in _AT_LEAST_ZERO:
             _check_least(name, getattr(self, name), 0)
-        if self.strategy.strip().lower() == "auto":
+        if self.cluster is not None and not self.is_auto:
             raise UserError(
-                f"STRATEGY={self.strategy}: nothing chooses a strategy yet; name one of {', '.join(PRESETS)}"
+                f"CLUSTER={self.cluster} has no effect with STRATEGY={self.strategy}; it is for STRATEGY=auto"
             )
         if self.seed > _MAX_SEED:
             raise UserError(f"SEED={self.seed}: it must be at most {_MAX_SEED}")
@@ -86,6 +86,11 @@ class TrainConfig:
             raise UserError(
                 f"STOP_AFTER={self.stop_after} is past the last step, STEPS={self.steps}; stop earlier or at it"
             )
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the planner chooses the strategy."""
+        return self.strategy.strip().lower() == "auto"
 
 
 _MAX_SEED = (1 << 32) - 1

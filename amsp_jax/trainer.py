@@ -41,6 +41,7 @@ def train(
     *,
     notes: tuple[str, ...] = (),
     files: Mapping[str, str] | None = None,
+    closing: Callable[[Path, int], str] | None = None,
 ) -> Path:
     """Trains until STEPS or STOP_AFTER; goes on with the run that RUN_DIR holds.
 
@@ -51,6 +52,7 @@ def train(
       layout: the devices.
       notes: lines to print with the plan, such as the choice of attention.
       files: names and texts to keep in the run folder.
+      closing: a line to print at the end, of the run folder and the step that this process began at.
 
     Returns:
       The run folder.
@@ -75,6 +77,8 @@ def train(
     with _claimed(folder, job, files or {}) as folder, _interruptible(folder):
         state = _loop(job, step, state, first, last, folder)
         _finish(job, state, folder, last)
+        if closing:
+            from_process_0(lambda: _say(closing(folder.path, first)))
     return folder.path
 
 

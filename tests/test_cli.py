@@ -101,7 +101,7 @@ MISTAKES = [
     (["--gin.SEED=4294967296"], ["SEED=4294967296", "at most 4294967295"]),
     (["--gin.STEPS=100000001"], ["STEPS=100000001", "at most 100,000,000"]),
     (["--gin.SIMULATED_NODES=1000", "--gin.SIMULATED_DEVICES_PER_NODE=8"], ["8,000 simulated devices", "1,024"]),
-    (["--gin.STRATEGY=auto"], ["STRATEGY=auto", "yet", "zero3"]),
+    (["--gin.CLUSTER=c.json", "--gin.STRATEGY=zero1"], ["CLUSTER=c.json", "STRATEGY=zero1", "STRATEGY=auto"]),
     (["--gin.SEED=-1"], ["SEED=-1", "at least 0"]),
     (["--gin.SIMULATED_NODES=0"], ["SIMULATED_NODES=0", "at least 1"]),
     (["--gin.LEARNING_RATE=1e999"], ["LEARNING_RATE='1e999'", "float"]),
