@@ -97,6 +97,12 @@ def flags(platform: str) -> list[str]:
     return [f"--{rule.name}={rule.value}" for rule in _RULES if platform in rule.platforms]
 
 
+def as_options(flags: Iterable[str]) -> dict[str, str]:
+    """Flags as the compiler options of one compilation, where XLA writes `True` and `False` with a capital."""
+    pairs = (flag.lstrip("-").split("=", 1) for flag in flags)
+    return {name: value.capitalize() if value in ("true", "false") else value for name, value in pairs}
+
+
 def combine_thresholds(model: Model, degrees: Degrees, compute_dtype: Any, reduce_dtype: Any) -> dict[str, str]:
     """Compiler options for GPUs: collectives are combined up to one block.
 

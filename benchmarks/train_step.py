@@ -1,7 +1,7 @@
 """Times the training step of a model on the devices that are there, or compiles it for GPUs that are not.
 
     python benchmarks/train_step.py --model llama-7b --strategy zero3 --seq_len 4096 --microbatch 2
-    python benchmarks/train_step.py --model llama-7b --compile_for h200.txtpb --devices 4
+    python benchmarks/train_step.py --model llama-7b --compile_for h200 --devices 4
 
 Synthetic random tokens; the step is `amsp_jax.step.make_train_step` as `train.py` runs it. Prints one JSON line:
 medians over `--steps` after `--warmup`. MFU = tokens/s x `ModelNumbers.flops_per_token` / peak.
@@ -18,7 +18,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from amsp_jax import xla_flags  # noqa: E402
+import jax  # noqa: E402
+
+from amsp_jax import absent, xla_flags  # noqa: E402
 
 
 def parse_args() -> argparse.Namespace:
@@ -38,7 +40,7 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--warmup", type=int, default=3)
     p.add_argument("--nodes", type=int, default=1, help="logical nodes the devices are split into")
     p.add_argument("--devices", type=int, default=0, help="devices of --compile_for, or simulated on a CPU")
-    p.add_argument("--compile_for", type=Path, help="XLA device description; compiles only")
+    p.add_argument("--compile_for", choices=absent.TARGETS, help="compiles only, for GPUs that are not there")
     p.add_argument("--xla_flags", default="", help="added to the flags of amsp_jax.xla_flags")
     p.add_argument("--no_default_flags", action="store_true", help="nor its compiler options")
     p.add_argument("--dump", type=Path, help="write the compiled program here")
@@ -51,11 +53,11 @@ def set_environment(args: argparse.Namespace) -> None:
     defaults = [] if args.no_default_flags else xla_flags.flags("cuda")
     flags = " ".join([*defaults, args.xla_flags])
     if args.compile_for:
-        flags += " --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
-        os.environ["JAX_PLATFORMS"] = "cpu"
+        flags = args.xla_flags
+        jax.config.update("jax_platforms", "cpu")
     elif args.devices:
         flags = args.xla_flags + f" --xla_force_host_platform_device_count={args.devices}"
-        os.environ["JAX_PLATFORMS"] = "cpu"
+        jax.config.update("jax_platforms", "cpu")
     else:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     os.environ["XLA_FLAGS"] = flags
@@ -63,28 +65,15 @@ def set_environment(args: argparse.Namespace) -> None:
 
 def compiler_options(args: argparse.Namespace, model, degrees) -> dict[str, str]:
     """Those of train.py."""
-    if args.no_default_flags or (args.devices and not args.compile_for):
+    if args.no_default_flags or args.devices:
         return {}
     options = xla_flags.combine_thresholds(model, degrees, args.compute_dtype, args.reduce_dtype)
     return xla_flags.without(options, args.xla_flags)
 
 
-def absent_devices(args: argparse.Namespace):
-    from jax._src.cudnn import fused_attention_stablehlo
-    from jax.experimental import topologies
-
-    # The description of the device carries no cuDNN version; lowering only asks that it is recent.
-    fused_attention_stablehlo.check_cudnn_version = lambda: 92800
-    topology = f"1x{args.nodes}x{args.devices // args.nodes}"
-    return topologies.get_topology_desc(
-        platform="cuda", target_config=args.compile_for.read_text(), topology=topology
-    ).devices
-
-
 def main() -> None:
     args = parse_args()
     set_environment(args)
-    import jax
     import jax.numpy as jnp
 
     from amsp_jax.cluster import peak_flops
@@ -98,7 +87,10 @@ def main() -> None:
     if args.process:
         rank, count = map(int, args.process.split("/"))
         jax.distributed.initialize("127.0.0.1:12399", count, rank, local_device_ids=[rank])
-    devices = absent_devices(args) if args.compile_for else jax.devices()
+    if args.compile_for:
+        devices = absent.devices(args.compile_for, args.nodes, args.devices // args.nodes)
+    else:
+        devices = jax.devices()
     ranks = DataRanks(len(devices) // args.nodes, args.nodes)
     model = build_model(args.model, args.overrides, attention=args.attention)
     plan = make_plan(args.strategy, model.abstract_params(), ranks, devices, jnp.dtype(args.compute_dtype))
@@ -109,11 +101,15 @@ def main() -> None:
     shape = (args.accumulation, args.microbatch * len(devices), args.seq_len)
     kinds = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     batch = {k: jax.ShapeDtypeStruct(shape, d, sharding=plan.batch_sharding) for k, d in kinds.items()}
-    state = abstract_state(model, optimizer, plan)
-    seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=plan.replicated)
     start = time.perf_counter()
-    options = compiler_options(args, model, plan.degrees)
-    compiled = step.lower(state, batch, seed).compile(compiler_options=options)
+    if args.compile_for:
+        options = absent.compiler_options(model, plan, settings)
+        compiled = absent.compile_step(model, optimizer, plan, settings, shape)
+    else:
+        options = compiler_options(args, model, plan.degrees)
+        seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=plan.replicated)
+        lowered = step.lower(abstract_state(model, optimizer, plan), batch, seed)
+        compiled = lowered.compile(compiler_options=options)
     memory = compiled.memory_analysis()
     row = {
         "model": args.model, "overrides": args.overrides, "strategy": str(plan.degrees), "seq_len": args.seq_len,
@@ -137,7 +133,6 @@ def main() -> None:
 
 def random_batch(plan, shape: tuple[int, int, int], model, number: int) -> dict:
     """Rows of random tokens, targets shifted by one; each process makes its own rows alone."""
-    import jax
     import numpy as np
 
     vocab = model.abstract_params()["embed"]["table"].shape[0]
@@ -153,7 +148,6 @@ def random_batch(plan, shape: tuple[int, int, int], model, number: int) -> dict:
 
 
 def measure(args, compiled, state, batches, model, devices, peak_flops) -> dict:
-    import jax
     import numpy as np
 
     seed = jax.device_put(np.uint32(0), compiled.input_shardings[0][2])

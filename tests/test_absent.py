@@ -1,0 +1,120 @@
+"""The real step compiles for GPUs that are not there; who lacks the compiler is told which command installs it."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental import topologies
+
+from amsp_jax import absent, hlo, xla_flags
+from amsp_jax.errors import UserError
+from amsp_jax.optimizer import make_optimizer
+from amsp_jax.plan import make_plan
+from amsp_jax.step import StepSettings
+from amsp_jax.strategy import DataRanks
+from models.registry import build_model
+
+ROOT = Path(__file__).parents[1]
+needs_plugin = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs the cuda extra: pip install -e '.[cuda]'"
+)
+MODEL = build_model("llama-tiny", {"num_layers": 2, "hidden": 256, "ffn": 512}, attention="cudnn")
+
+
+def tiny_plan(target="h100"):
+    devices = absent.devices(target, 2, 2)
+    strategy = "params=2x1 grads=2x1 opt_state=2x2"
+    return make_plan(strategy, MODEL.abstract_params(), DataRanks(2, 2), devices)
+
+
+@needs_plugin
+@pytest.mark.parametrize("target", absent.TARGETS)
+def test_targets_are_understood(target):
+    found = absent.devices(target, 2, 2)
+    assert len(found) == 4 and absent.target_of(found[0].device_kind) == target
+
+
+@needs_plugin
+def test_the_compiler_needs_no_cuda():
+    """In a process of its own, as the tests' is on the CPU anyway."""
+    code = "from amsp_jax import absent; absent.stay_off_devices(); print(len(absent.devices('h200', 2, 8)))"
+    environment = {**os.environ, "JAX_PLATFORMS": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "16\n"
+
+
+@needs_plugin
+def test_a_step_compiles_for_four_absent_gpus(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    plan = tiny_plan()
+    optimizer = make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
+    compiled = absent.compile_step(MODEL, optimizer, plan, StepSettings(), (2, 4, 128))
+    state = 3 * 4 * sum(leaf.num_opt_shard for leaf in jax.tree.leaves(plan.leaves))
+    assert state < compiled.memory_analysis().argument_size_in_bytes < 1.02 * state
+    text = compiled.as_text()
+    assert "__cudnn$fmhaSoftmax" in text and "__cublas" in text
+    intra = hlo.mesh_groups(plan.mesh, ("intra_param",))
+    blocks = [s for s in hlo.analyse(text) if s.kind == "all-gather" and s.groups == intra and s.num_arrays > 6]
+    # Leaves of a block are combined, blocks are not: each of two microbatches gathers each of two blocks twice.
+    assert len(blocks) >= 8
+    assert any(s.flops.attention and s.flops.matmul for s in blocks)
+
+
+@needs_plugin
+def test_thresholds_take_effect_as_options_of_one_compilation(monkeypatch):
+    plan, optimizer = tiny_plan(), make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
+
+    def num_operations():
+        text = absent.compile_step(MODEL, optimizer, plan, StepSettings(), (1, 4, 128)).as_text()
+        return len(hlo.analyse(text))
+
+    combined = num_operations()
+    none = {name: "1" for name in xla_flags.combine_thresholds(MODEL, plan.degrees, "bfloat16", "float32")}
+    monkeypatch.setattr(xla_flags, "combine_thresholds", lambda *_: none)
+    assert num_operations() > 3 * combined
+
+
+def test_options_are_those_of_a_run_and_the_users_win(monkeypatch):
+    plan = make_plan("zero3", MODEL.abstract_params(), DataRanks(2, 2))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_all_gather_combine_threshold_bytes=7")
+    options = absent.compiler_options(MODEL, plan, StepSettings())
+    assert options["xla_gpu_enable_latency_hiding_scheduler"] == "True"
+    assert options["xla_gpu_autotune_level"] == "0"
+    assert "xla_gpu_reduce_scatter_combine_threshold_bytes" in options
+    assert "xla_gpu_all_gather_combine_threshold_bytes" not in options
+
+
+def test_without_the_plugin_the_command_that_installs_it_is_named(monkeypatch):
+    def missing(**_):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", missing)
+    with pytest.raises(UserError, match=r"jax's own version .* pip install -e '\.\[cuda\]'"):
+        absent.devices("h100", 1, 4)
+
+
+def test_a_description_that_jax_does_not_understand(monkeypatch):
+    def refuse(**_):
+        raise jax.errors.JaxRuntimeError("FAILED_PRECONDITION: Failed to parse GpuTargetConfigProto.")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", refuse)
+    with pytest.raises(UserError, match="does not understand the description of h200: FAILED_PRECONDITION"):
+        absent.devices("h200", 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [("NVIDIA A800-SXM4-80GB", "a100"), ("A100", "a100"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200")],
+)
+def test_target_of_a_device(kind, target):
+    assert absent.target_of(kind) == target
+
+
+@pytest.mark.parametrize("kind", ["AMD Instinct MI250X", "Tesla V100-SXM3-32GB", "NVIDIA GH200"])
+def test_devices_without_a_target(kind):
+    with pytest.raises(UserError, match=f"{kind}: a step can be compiled without the device only for NVIDIA"):
+        absent.target_of(kind)
