@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
@@ -16,12 +17,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return cli.run(lambda: _main(sys.argv[1:] if argv is None else argv))
 
 
-def _main(argv: Sequence[str]) -> None:
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    """The command and its arguments; `run` is what to call with them.
+
+    Raises:
+      UserError: a mistake in them.
+    """
     parser = cli.Parser(prog="python -m amsp_jax", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(commands)
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def _main(argv: Sequence[str]) -> None:
+    args = parse_args(argv)
     args.run(args)
 
 

@@ -1,14 +1,16 @@
-"""configs/runs: every file names its model, divides on its cluster, and promises the memory that the plan computes."""
+"""configs/runs: every file names its model, divides on its cluster, and fits where it says."""
 
 import re
 from pathlib import Path
 
 import pytest
 
+from amsp_jax import __main__ as tools
 from amsp_jax import cli
 from amsp_jax.checks import batch_shape
-from amsp_jax.plan import make_plan
-from amsp_jax.strategy import DataRanks
+from amsp_jax.commands import plan
+from amsp_jax.planner import Space, search
+from amsp_jax.stack import Remat
 from models import MODELS
 
 FILES = sorted((Path(__file__).parent.parent / "configs" / "runs").glob("*.gin"))
@@ -29,16 +31,21 @@ def test_the_file_says_what_it_is_and_how_to_run_it(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_file_promises_the_memory_of_the_plan(path):
+def test_the_file_fits_where_it_says(path):
+    """Its `plan` command is that of its own settings, and finds a strategy."""
     config, text = load(path), path.read_text()
-    promised, num_nodes, per_node = re.search(
-        r"# Memory: ([\d.]+) GiB a device on (\d+) nodes? of (\d+)", text
-    ).groups()
-    ranks = DataRanks(int(per_node), int(num_nodes))
-    plan = make_plan(config.strategy, cli.build_model(config).model.abstract_params(), ranks)
-    assert f"{plan.bytes_per_device().total / 2**30:.2f}" == promised
-    assert not plan.degrees.warnings
-    batch = batch_shape(config.global_batch, config.microbatch, ranks.total, config.seq_len)
+    assert config.is_auto
+    nodes, device = re.search(r"# Fits:   (\d+) nodes? of 8 (H\d00)", text).groups()
+    command = re.search(r"python -m amsp_jax (plan .*?)\n# Tokens", text, re.DOTALL).group(1)
+    args = tools.parse_args(re.sub(r"[\\#]", " ", command).split())
+    assert (args.model, args.nodes, args.cluster) == (config.model, int(nodes), device.lower())
+    for name in ("global_batch", "seq_len", "microbatch", "remat", "reduce_dtype"):
+        assert getattr(args, name) == getattr(config, name)
+    cluster = plan.cluster_of(args.cluster, args.nodes)
+    space = Space(microbatches=(args.microbatch,), remats=(Remat(args.remat),))
+    best = search(plan.workload_of(args, cluster), cluster, space).best
+    batch = batch_shape(config.global_batch, config.microbatch, cluster.num_devices, config.seq_len)
+    assert best.accumulation == batch.accumulation
     assert f"Tokens: {batch.tokens / 1e6:.2f}M a step" in text
 
 
