@@ -1,8 +1,12 @@
-"""AMSP's own cost model (arXiv 2311.00257, section IV): its memory formula, its four communication terms, its space.
+"""AMSP's own cost model and strategy space (arXiv 2311.00257 v2).
 
-Its conventions are not this engine's: 2 bytes for every gradient whether microbatches accumulate or not, whole tensors
-a rank (so that a reduction is an all-reduce of which most is dropped, and updated parameters are broadcast), all terms
-added up as if nothing overlapped.
+Phi is the number of parameters, L of layers, M of microbatches in a step, U the bytes of a bucket; p, g, os and dp are
+the degrees of parameters, gradients, optimizer states and data, each `s = intra x inter`, and g/p is the group over
+which a shard of degree p is split further.
+
+The paper shards optimizer states by whole tensors, hence all-reduces and broadcasts; values are 2 bytes on the wire,
+gradients 2 bytes in memory, and nothing overlaps. This engine splits tensors evenly, so reduce-scatters and all-gathers
+take their place; it reduces in `reduce_dtype`, adds up gradients in 4 bytes and predicts step time with overlap.
 """
 
 from __future__ import annotations
@@ -12,94 +16,134 @@ from collections.abc import Callable, Sequence
 
 from amsp_jax.strategy import DataRanks, Degree, Degrees, all_degrees
 
+A800_PEAK_FLOPS = 312e12
+"""FLOP/s that the paper's MFU refers to."""
+
 Seconds = Callable[[str, float, Degree], float]
-"""`(kind, bytes of the message, group) -> seconds`: t(op, v, p0 x p1) of the paper, as `Network.seconds`."""
-
-WIRE_BYTES = 2
-"""Of a value on the wire."""
-BUCKET_BYTES = 512 * 2**20
-"""U, the bucket that gradients are reduced in; the paper does not say its size, this is an assumption."""
+"""Time of a collective: kind, bytes of the whole message, group. `cluster.Network.seconds` is one."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Terms:
-    """Seconds of a step: parameters, gradients of all microbatches but the last, of the last, updated parameters."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the four terms are computed of.
 
-    params_s: float
-    grads_s: float
-    last_s: float
-    update_s: float
-
-    @property
-    def total_s(self) -> float:
-        """The objective, T_p + T_g + T_os0 + T_os1."""
-        return self.params_s + self.grads_s + self.last_s + self.update_s
-
-
-def terms(
-    seconds: Seconds,
-    degrees: Degrees,
-    modules: Sequence[int],
-    num_microbatches: int,
-    bucket_bytes: int = BUCKET_BYTES,
-) -> Terms:
-    """The four terms of the objective.
-
-        T_p   = M sum_i [2 t(AG, 2 Phi_i, p) + t(RS, 2 Phi_i, p)]            if s_p > 1
-        T_g   = (M - 1) (2 Phi / (U s_p)) t(AR, U, g/p)                      if s_g > s_p
-        T_os0 = (2 Phi / (U s_p)) t(AR, U, dp/p)
-        T_os1 = (s_os / s_p) t(BC, 2 Phi / s_os, os/p)
-
-    Args:
-      seconds: of a collective.
-      degrees: of the strategy.
-      modules: parameters of every module that is gathered alone, Phi_i.
+    Attributes:
+      num_params: Phi, of the whole model.
+      module_params: Phi_i, the parameters of each module of a layer.
+      num_layers: L.
       num_microbatches: M.
       bucket_bytes: U.
     """
-    p, data = degrees.params, Degree(degrees.ranks.per_node, degrees.ranks.num_nodes)
-    num_params = sum(modules)
-    num_buckets = WIRE_BYTES * num_params / (bucket_bytes * p.total)
-    params_s = 0.0
-    if p.total > 1:
-        sizes = [WIRE_BYTES * size for size in modules]
-        one = sum(2 * seconds("all-gather", size, p) + seconds("reduce-scatter", size, p) for size in sizes)
-        params_s = num_microbatches * one
-    grads_s = (num_microbatches - 1) * num_buckets * seconds("all-reduce", bucket_bytes, _over(degrees.grads, p))
-    last_s = num_buckets * seconds("all-reduce", bucket_bytes, _over(data, p))
-    shards = degrees.opt_state.total / p.total
-    shard_bytes = WIRE_BYTES * num_params / degrees.opt_state.total
-    update_s = shards * seconds("broadcast", shard_bytes, _over(degrees.opt_state, p)) if shards > 1 else 0.0
-    return Terms(params_s, grads_s, last_s, update_s)
+
+    num_params: int
+    module_params: Sequence[int]
+    num_layers: int
+    num_microbatches: int
+    bucket_bytes: int
 
 
-def _over(large: Degree, small: Degree) -> Degree:
-    """The group of the ranks that hold `small`'s shards within `large`'s."""
-    return Degree(large.intra // small.intra, large.inter // small.inter)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Terms:
+    """Seconds of communication in a step: T_p, T_g, T_os0 and T_os1."""
+
+    params_s: float
+    grads_s: float
+    opt_reduce_s: float
+    opt_broadcast_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The objective: their sum."""
+        return self.params_s + self.grads_s + self.opt_reduce_s + self.opt_broadcast_s
 
 
-def state_bytes(num_params: int, degrees: Degrees) -> float:
-    """Of one device: 2 Phi / s_p + 2 Phi / s_g + 12 Phi / s_os."""
+def terms(job: Job, degrees: Degrees, seconds: Seconds) -> Terms:
+    """The four terms of a strategy."""
+    return Terms(
+        params_s=params_seconds(job, degrees, seconds),
+        grads_s=grads_seconds(job, degrees, seconds),
+        opt_reduce_s=opt_reduce_seconds(job, degrees, seconds),
+        opt_broadcast_s=opt_broadcast_seconds(job, degrees, seconds),
+    )
+
+
+def params_seconds(job: Job, degrees: Degrees, seconds: Seconds) -> float:
+    """T_p = M L sum_i [2 t(AG, 2 Phi_i, p) + t(RS, 2 Phi_i, p)], if s_p > 1: each microbatch, module by module."""
+    group = degrees.params
+    if group.total == 1:
+        return 0.0
+    layer = sum(
+        2 * seconds("all-gather", 2 * params, group) + seconds("reduce-scatter", 2 * params, group)
+        for params in job.module_params
+    )
+    return job.num_microbatches * job.num_layers * layer
+
+
+def grads_seconds(job: Job, degrees: Degrees, seconds: Seconds) -> float:
+    """T_g = (M - 1) (2 Phi / (U s_p)) t(AR, U, g/p), if s_g > s_p: each microbatch but the last."""
+    buckets = _num_buckets(job, degrees)
+    return (job.num_microbatches - 1) * buckets * _all_reduce_bucket(job, degrees.grads, degrees.params, seconds)
+
+
+def opt_reduce_seconds(job: Job, degrees: Degrees, seconds: Seconds) -> float:
+    """T_os0 = (2 Phi / (U s_p)) t(AR, U, dp/p): gradients of the last microbatch, over all that hold a shard of p."""
+    data = Degree(degrees.ranks.per_node, degrees.ranks.num_nodes)
+    return _num_buckets(job, degrees) * _all_reduce_bucket(job, data, degrees.params, seconds)
+
+
+def opt_broadcast_seconds(job: Job, degrees: Degrees, seconds: Seconds) -> float:
+    """T_os1 = (s_os/s_p) t(BC, 2 Phi / s_os, os/p), if s_os > s_p: each rank of os/p sends what it updated."""
+    group = _within(degrees.opt_state, degrees.params)
+    if group.total == 1:
+        return 0.0
+    return group.total * seconds("broadcast", 2 * job.num_params / degrees.opt_state.total, group)
+
+
+def _num_buckets(job: Job, degrees: Degrees) -> float:
+    """2 Phi / (U s_p), a fraction of one included, as the paper writes it."""
+    return 2 * job.num_params / (job.bucket_bytes * degrees.params.total)
+
+
+def _all_reduce_bucket(job: Job, outer: Degree, inner: Degree, seconds: Seconds) -> float:
+    group = _within(outer, inner)
+    return 0.0 if group.total == 1 else seconds("all-reduce", job.bucket_bytes, group)
+
+
+def _within(outer: Degree, inner: Degree) -> Degree:
+    """The group outer/inner, on both levels."""
+    return Degree(outer.intra // inner.intra, outer.inter // inner.inter)
+
+
+def state_bytes(num_params: float, degrees: Degrees) -> float:
+    """2 Phi / s_p + 2 Phi / s_g + 12 Phi / s_os: model states of one device, without activations.
+
+    Here a gradient has 4 bytes while microbatches accumulate, and a parameter needs no 16-bit copy where s_p = s_os.
+    """
     return num_params * (2 / degrees.params.total + 2 / degrees.grads.total + 12 / degrees.opt_state.total)
 
 
-def in_space(degrees: Degrees) -> bool:
-    """Whether the paper's search looks at it: nodes filled first, gradients as parameters or as optimizer states."""
-    return not degrees.warnings and degrees.grads in (degrees.params, degrees.opt_state)
-
-
 def space(ranks: DataRanks) -> list[Degrees]:
-    """Every strategy that the paper's search looks at: 121 for 128 nodes of 8."""
-    return [degrees for degrees in all_degrees(ranks) if in_space(degrees)]
+    """The strategies that the paper's solver looks at (IV-B): 121 for 128 nodes of 8, by three filters.
 
-
-def mfu(num_params: int, num_layers: int, hidden: int, seq_len: int, tokens_per_s: float, peak_flops: float) -> float:
-    """Of one GPU: (6 N + 12 L h s) FLOPs a token, no causal discount.
-
-    Args:
-      num_params: N, the embedding included.
-      num_layers, hidden, seq_len: L, h, s.
-      tokens_per_s: of one GPU.
-      peak_flops: of one GPU; 312e12 for A800.
+    1. Dependency rule, on each level every degree divides the next: `strategy.all_degrees`.
+    2. A node is filled first: intra = all of the node's ranks wherever inter > 1.
+    3. s_g is s_p or s_os. This engine's planner allows every s_g between (286 for the same cluster).
     """
-    return (6 * num_params + 12 * num_layers * hidden * seq_len) * tokens_per_s / peak_flops
+    return [degrees for degrees in all_degrees(ranks) if not degrees.warnings and _grads_restricted(degrees)]
+
+
+def _grads_restricted(degrees: Degrees) -> bool:
+    return degrees.grads in (degrees.params, degrees.opt_state)
+
+
+def flops_per_token(num_params: float, num_layers: int, hidden: int, seq_len: int) -> float:
+    """6 N + 12 L h s: forward and backward, embedding table in N, all of the attention matrix counted (as in PaLM).
+
+    The engine's MFU leaves the table out and counts the half of the matrix that a causal mask leaves.
+    """
+    return 6 * num_params + 12 * num_layers * hidden * seq_len
+
+
+def mfu(tokens_per_s_per_device: float, flops_per_token: float, peak_flops: float = A800_PEAK_FLOPS) -> float:
+    """Share of the peak, 0 to 1: tokens/s of a device x FLOPs a token / peak."""
+    return tokens_per_s_per_device * flops_per_token / peak_flops
