@@ -221,7 +221,7 @@ def test_amsp_models(name, billions):
 @pytest.mark.parametrize("activation_gib", [0, 17])
 @pytest.mark.parametrize("bucket_mib", [64, 512, 1024])
 def test_amsp_objective_picks_the_papers_row_for_7b(bucket_mib, activation_gib):
-    """128 GPUs, 8 microbatches, 80 GiB: P = G = 1x1, OS inside the node; with 34 sbh of activations a layer, 17 GiB, too.
+    """128 GPUs, 8 microbatches, 80 GiB: P = G = 1x1, OS inside the node, also with 34 sbh a layer (17 GiB).
 
     The choice does not hang on the bucket's size.
     """
