@@ -168,6 +168,8 @@ class _Moments:
         zeros = sum(_num_values(leaf) for leaf in jax.tree.leaves(embed)) * GRAD_BYTES
         self.zeros = zeros * (2 if peels and accumulation > 2 else 1)
         self.opt_grads = sum(leaf.num_opt_shard * n for leaf, n in leaf_counts(sketch, plan)) * GRAD_BYTES
+        ends = sum(leaf.num_opt_shard for leaf in jax.tree.leaves((embed, head)))
+        self.flat_grads = (self.opt_grads // GRAD_BYTES - ends) * sizes[1]
         stages = [self.embed, self.head, *self.backwards]
         self.copies, self.grads = sum(stage.copy for stage in stages), sum(stage.grads for stage in stages)
         self.saved = sum(stage.trace.saved_bytes for stage in self.backwards)
@@ -217,5 +219,11 @@ class _Moments:
         return before[-1].trace.pending_bytes, full + self.head.full_grads
 
     def _end(self) -> dict[str, int]:
-        """The reductions of once a step: all gradients, and the OS shards of accumulated ones."""
-        return {"grads": self.grads + (self.opt_grads if self.axes.opt and self.accumulates else 0)}
+        """The reductions of once a step: all gradients, and the OS shards of accumulated ones.
+
+        Leaves that are all-reduced together are one flat array, alive beside the leaves that are sliced out of it.
+        """
+        return {
+            "grads": self.grads + (self.opt_grads if self.axes.opt and self.accumulates else 0),
+            "reductions": self.flat_grads if self.axes.replica else 0,
+        }
