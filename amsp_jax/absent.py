@@ -45,8 +45,8 @@ def target_of(device_kind: str) -> str:
         if re.search(rf"(?<!\w){pattern}(?!\w)", device_kind, re.IGNORECASE):
             return target
     raise UserError(
-        f"{device_kind}: a step can be compiled without the device only for NVIDIA {', '.join(TARGETS)} and their "
-        "like; choose a cluster of one of these"
+        f"{device_kind}: a step is compiled without the device only for NVIDIA {', '.join(TARGETS).upper()}, and A800 "
+        "and H800 like them; choose a cluster of one of these"
     )
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ import jax
 import pytest
 from jax.experimental import topologies
 
-from amsp_jax import absent, hlo, xla_flags
+from amsp_jax import absent, cli, hlo, xla_flags
+from amsp_jax.commands import compile as compile_command
 from amsp_jax.errors import UserError
 from amsp_jax.optimizer import make_optimizer
 from amsp_jax.plan import make_plan
@@ -116,5 +118,36 @@ def test_target_of_a_device(kind, target):
 
 @pytest.mark.parametrize("kind", ["AMD Instinct MI250X", "Tesla V100-SXM3-32GB", "NVIDIA GH200"])
 def test_devices_without_a_target(kind):
-    with pytest.raises(UserError, match=f"{kind}: a step can be compiled without the device only for NVIDIA"):
+    with pytest.raises(UserError, match=f"{kind}: a step is compiled without the device only for NVIDIA A100"):
         absent.target_of(kind)
+
+
+@needs_plugin
+def test_the_command_prints_xla_beside_the_planner(capsys):
+    """Arguments and collectives are exact; memory and what hides a collective are shown."""
+    run(
+        "compile --model llama-tiny --model-overrides {'num_layers':2,'hidden':256,'ffn':512} --cluster h100 --nodes 2 "
+        "--strategy mics(8) --global-batch 32 --seq-len 128"
+    )
+    out = capsys.readouterr().out
+    assert re.search(r"^arguments +([\d.]+) +\1 +[+-]0.0%$", out, re.MULTILINE)
+    rows = re.findall(r"^(\S+) +(\S+) +(\w+) +(\d+) +([\d.]+) +([\d.]+)$", out, re.MULTILINE)
+    assert {(kind, axes) for kind, axes, *_ in rows} == {
+        ("all-gather", "intra_param"), ("reduce-scatter", "intra_param"), ("all-reduce", "inter_replica")
+    }  # fmt: skip
+    assert all(arrays in (planned, "packed") and size == expected for _, _, arrays, planned, size, expected in rows)
+    assert "for 16 NVIDIA H100" in out and "synchronous" in out
+
+
+def test_the_command_refuses_what_cannot_be_compiled():
+    with pytest.raises(UserError, match="AMD Instinct MI250X: a step is compiled without"):
+        run("compile --model llama-tiny --cluster frontier --strategy zero3 --global-batch 8 --seq-len 128")
+    with pytest.raises(UserError, match="GLOBAL_BATCH=9 is not a multiple of MICROBATCH=1 x 8"):
+        run("compile --model llama-tiny --cluster h100 --strategy zero3 --global-batch 9 --seq-len 128")
+
+
+def run(line):
+    parser = cli.Parser(prog="python -m amsp_jax")
+    compile_command.add_parser(parser.add_subparsers())
+    args = parser.parse_args(line.split())
+    args.run(args)

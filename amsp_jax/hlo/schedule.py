@@ -60,11 +60,6 @@ class Span:
     is_sync: bool
     flops: Flops
 
-    @property
-    def is_scalar(self) -> bool:
-        """Whether it carries a few values only: sums of losses, counts and norms."""
-        return self.num_bytes <= 8 * self.num_arrays
-
 
 def analyse(text: str) -> list[Span]:
     """The collective operations of a compiled program, with the work between start and end.
