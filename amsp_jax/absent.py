@@ -5,6 +5,8 @@ process and changes no flag or variable of it: all that it needs goes along as c
 thresholds do on real GPUs. A child process would only cost its start. Without CUDA's libraries jax loads the plugin
 only if told to stay off the GPUs, which a command does with `stay_off_devices` before jax is used.
 
+Only NVIDIA's: AMD's plugin (0.10.2) does not load on a machine without an AMD GPU.
+
 What differs from the program on real devices: XLA times candidates for each matrix product there. Here nothing can be
 timed, so Triton's are off, which without times would be taken everywhere; kernels and their workspaces may differ.
 """
