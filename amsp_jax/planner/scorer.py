@@ -19,13 +19,15 @@ from amsp_jax.cost.storage import leaf_counts
 from amsp_jax.cost.timeline import PartTimes, StepTimes, Timeline, simulate
 from amsp_jax.cost.trace import ModelTrace, trace_model
 from amsp_jax.errors import UserError
-from amsp_jax.plan import Plan, make_plan
+from amsp_jax.plan import LeafPlan, Plan, make_plan
 from amsp_jax.planner.types import Candidate, Estimate, Objective, Workload, strategy_of
 from amsp_jax.stack import Remat, reduction_window
 from amsp_jax.step import StepSettings
 from amsp_jax.strategy import Degrees, parse
 
 MEASURED = "measured"
+# The paper does not say its size; its choice for 7B is the same from 64 MiB to 1 GiB (tests/test_papers.py).
+_PAPER_BUCKET_BYTES = 512 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,14 +147,22 @@ class Scorer:
         if self.objective is Objective.STEP_TIME:
             return timeline.step_s
         accumulation = candidate.accumulation(self.workload.global_batch)
-        return amsp.terms(self.network.seconds, candidate.degrees, self._modules, accumulation).total_s
+        return amsp.terms(self.paper_job(accumulation), candidate.degrees, self.network.seconds).total_s
+
+    def paper_job(self, accumulation: int) -> amsp.Job:
+        """The model as the paper's terms see it: every leaf is a module that is gathered alone, L is in the list."""
+        modules = [math.prod(leaf.shape) for leaf, count in self._whole_leaves for _ in range(count)]
+        return amsp.Job(
+            num_params=sum(modules),
+            module_params=modules,
+            num_layers=1,
+            num_microbatches=accumulation,
+            bucket_bytes=_PAPER_BUCKET_BYTES,
+        )
 
     @functools.cached_property
-    def _modules(self) -> list[int]:
-        """Parameters of each matrix or vector of the whole model: what the paper gathers one by one."""
-        whole = parse("ddp").resolve(self.cluster.ranks)
-        counts = leaf_counts(self.sketch, self.plan(whole))
-        return [math.prod(leaf.shape) for leaf, count in counts for _ in range(count)]
+    def _whole_leaves(self) -> list[tuple[LeafPlan, int]]:
+        return leaf_counts(self.sketch, self.plan(parse("ddp").resolve(self.cluster.ranks)))
 
     def needed_bytes(self, candidate: Candidate) -> int:
         """Of one device: the peak with a margin; for the paper's objective, its formula and the saved activations."""
@@ -161,7 +171,15 @@ class Scorer:
             return memory.total + memory.margin_bytes
         trace = self.trace(candidate.microbatch, candidate.remat)
         saved = sum(trace.blocks[kind].saved_bytes for kind in self.sketch.order) + trace.head.saved_bytes
-        return round(amsp.state_bytes(sum(self._modules), candidate.degrees)) + saved
+        return round(amsp.state_bytes(self.paper_job(1).num_params, candidate.degrees)) + saved
+
+    def compute_s(self, candidate: Candidate) -> float:
+        """Seconds of a step's computation on one device with nothing beside it."""
+        times = self._step_times(candidate)
+        accumulation = candidate.accumulation(self.workload.global_batch)
+        once = sum(part.forward_s + part.backward_s for part in times.parts)
+        adding = sum(part.accumulate_s for part in times.parts)
+        return accumulation * once + (accumulation - 1) * adding + times.optimizer_s
 
     def message_costs(self, candidate: Candidate) -> list[MessageCost]:
         """Every message of a step, equal blocks together."""

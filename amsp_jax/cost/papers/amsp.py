@@ -129,11 +129,12 @@ def space(ranks: DataRanks) -> list[Degrees]:
     2. A node is filled first: intra = all of the node's ranks wherever inter > 1.
     3. s_g is s_p or s_os. This engine's planner allows every s_g between (286 for the same cluster).
     """
-    return [degrees for degrees in all_degrees(ranks) if not degrees.warnings and _grads_restricted(degrees)]
+    return [degrees for degrees in all_degrees(ranks) if in_space(degrees)]
 
 
-def _grads_restricted(degrees: Degrees) -> bool:
-    return degrees.grads in (degrees.params, degrees.opt_state)
+def in_space(degrees: Degrees) -> bool:
+    """Whether the second and the third filter let a strategy through."""
+    return not degrees.warnings and degrees.grads in (degrees.params, degrees.opt_state)
 
 
 def flops_per_token(num_params: float, num_layers: int, hidden: int, seq_len: int) -> float:
