@@ -196,6 +196,18 @@ class _Tracer:
         return _trace(run, inputs, constants, has_barrier=not self.model.blocks)[0]
 
 
+class _Counts(NamedTuple):
+    """How many arrays: parameters or sinks, which come first; these and other inputs; results."""
+
+    params: int
+    inputs: int
+    results: int
+
+    def borrowed(self, program: Program) -> set[Value]:
+        """Parameters, sinks and constants among a program's inputs: what the part does not own."""
+        return {*program.inputs[: self.params], *program.inputs[self.inputs :]}
+
+
 def _trace(
     run: Callable[..., Any], inputs: tuple[Any, ...], constants: tuple[Any, ...], has_barrier: bool
 ) -> tuple[PartTrace, Any]:
@@ -216,31 +228,34 @@ def _trace(
         return vjp(cotangent), output
 
     closed, (output, vjp) = jax.make_jaxpr(forward, return_shape=True)(inputs, constants)
-    ahead = flatten(closed)
-    num_outputs, num_params = len(jax.tree.leaves(output)), len(jax.tree.leaves(inputs[0]))
-    num_inputs = len(jax.tree.leaves(inputs))
-    results, kept = ahead.outputs[:num_outputs], ahead.outputs[num_outputs:]
-    borrowed = {*ahead.inputs[:num_params], *ahead.inputs[num_inputs:]}
+    ahead, counts = flatten(closed), _Counts(*(len(jax.tree.leaves(tree)) for tree in (inputs[0], inputs, output)))
+    results, kept, borrowed = ahead.outputs[: counts.results], ahead.outputs[counts.results :], counts.borrowed(ahead)
     if has_barrier:
         back = flatten(jax.make_jaxpr(lambda vjp, cotangent: vjp(cotangent))(vjp, output))
-        ignored = {v for outside, v in zip(kept, back.inputs, strict=False) if outside in borrowed}
-        backward = _work(back)
+        ignored = {inside for outside, inside in zip(kept, back.inputs, strict=False) if outside in borrowed}
+        forward_work, backward_work = _work(ahead), _work(back)
     else:
         back = flatten(jax.make_jaxpr(both)(inputs, constants, output))
-        ignored = {*back.inputs[:num_params], *back.inputs[num_inputs:]}
-        ahead = pruned(dataclasses.replace(ahead, outputs=results))
-        backward = _minus(_work(back), _work(ahead))
-    gradients, operands = products_into(back, back.outputs[:num_params])
-    operands -= ignored
+        ignored = counts.borrowed(back)
+        forward_work = _work(pruned(dataclasses.replace(ahead, outputs=results)))
+        backward_work = _minus(_work(back), forward_work)
+    backward_bytes, pending_bytes = _backward_memory(back, back.outputs[: counts.params], ignored)
     part = PartTrace(
-        forward=_work(ahead),
-        backward=backward,
+        forward=forward_work,
+        backward=backward_work,
         saved_bytes=_sum_bytes(set(kept) - borrowed),
-        backward_bytes=peak_bytes(back, operands, ignored | gradients | set(back.outputs[:num_params])),
-        pending_bytes=_sum_bytes(operands),
+        backward_bytes=backward_bytes,
+        pending_bytes=pending_bytes,
         output_bytes=_sum_bytes(results),
     )
     return part, output
+
+
+def _backward_memory(program: Program, gradients: Iterable[Value], ignored: set[Value]) -> tuple[int, int]:
+    """`PartTrace.backward_bytes` and `.pending_bytes` of a backward pass; `ignored` inputs are not counted."""
+    results, operands = products_into(program, gradients)
+    operands -= ignored
+    return peak_bytes(program, operands, {*ignored, *results, *gradients}), _sum_bytes(operands)
 
 
 def _sum_bytes(values: Iterable[Value]) -> int:
