@@ -211,12 +211,14 @@ class _Moments:
     def _waiting(self, before: Sequence[_Stage]) -> tuple[int, int]:
         """Bytes of operands of parameter gradients, and of gradients that are not reduced, of what has run backward.
 
-        Without reductions nothing presses, and all operands wait.
+        Without reductions nothing presses, and all operands wait; those of a tied table, whose gradient is complete
+        only with the embedding's, always do.
         """
         if self.window is None or len(before) < 2:
             return sum(stage.trace.pending_bytes for stage in (self.head, *before)), 0
         full = sum(stage.full_grads for stage in before[:-1][-(self.window - 2) :])
-        return before[-1].trace.pending_bytes, full + self.head.full_grads
+        head = self.head.trace.pending_bytes if self.tied else 0
+        return before[-1].trace.pending_bytes + head, full + self.head.full_grads
 
     def _end(self) -> dict[str, int]:
         """The reductions of once a step: all gradients, and the OS shards of accumulated ones.
