@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import math
+import os
 import sys
-from collections.abc import Mapping, Sequence
+import textwrap
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +18,21 @@ from amsp_jax.cluster import CLUSTERS, Cluster, compute_capability, load_cluster
 from amsp_jax.errors import UserError
 from amsp_jax.model import Model
 from amsp_jax.optimizer import OPTIMIZERS, make_optimizer
-from amsp_jax.planner import Candidate, Objective, Ranking, Scorer, Space, Workload, report, search
+from amsp_jax.planner import Candidate, Estimate, Objective, Ranking, Scorer, Space, Workload, report, search
+from amsp_jax.planner.pictures import best_by_size, plot_best
+from amsp_jax.planner.remedy import nothing_fits
+from amsp_jax.planner.report.text import WIDTH
 from amsp_jax.stack import Remat
 from amsp_jax.strategy import parse
 from models.layers import choose_attention
-from models.registry import build_model, model_config
+from models.registry import MODELS, build_model, model_config
 
 SEARCHED = ("microbatch", "remat")
 _MICROBATCHES = (1, 2, 4, 8, 16)
+_PICTURES = (".png", ".pdf", ".svg")
+# Of the heat map: models from here up, and nodes up to here unless more are asked for.
+_SMALLEST_PARAMS = 1e9
+_MOST_NODES = 128
 
 
 def add_parser(commands: Any) -> None:
@@ -36,7 +47,6 @@ def add_parser(commands: Any) -> None:
     plan.add_argument("--any-nodes", action="store_true", help="also strategies that span nodes before they fill one")
     plan.add_argument("--top", type=int, default=10, metavar="N", help="lines of the table (default: %(default)s)")
     plan.add_argument("--explain", metavar="STRATEGY", help="one strategy in full: memory, streams, every collective")
-    plan.add_argument("--verify", type=int, metavar="N", help="compile the N best for absent GPUs and compare")
     plan.add_argument("--plot", type=Path, metavar="PNG", help="best MFU and strategy by model size and nodes")
     plan.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
     plan.set_defaults(run=run)
@@ -59,32 +69,29 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the ranking.
+    """Prints the ranking, or one strategy in full.
 
     Raises:
-      UserError: an unknown model, cluster or strategy; nothing fits.
+      UserError: an unknown model, cluster or strategy; a number out of range; nothing fits.
     """
+    _check(args)
     cluster = cluster_of(args.cluster, args.nodes)
     workload = workload_of(args, cluster)
-    out = sys.stderr if args.json else sys.stdout
-    for line in cluster_lines(cluster):
-        print(line, file=out)
+    _check_batch(args, cluster)
     if args.explain:
-        print(_explanation(args, workload, cluster))
-        return
-    searched = _searched(args.search)
-    ranking = search(workload, cluster, _space(args, searched), Objective(args.objective), _limit(args))
-    print(_text(ranking, args.top, searched), file=out)
-    if args.json:
-        print(json.dumps(report.as_json(ranking), indent=1))
+        _explain(args, workload, cluster)
+    else:
+        _rank(args, workload, cluster)
 
 
 def cluster_of(name: str, nodes: int | None) -> Cluster:
     """A preset, or a file's cluster; with this number of nodes.
 
     Raises:
-      UserError: neither a preset nor a file; a broken file.
+      UserError: neither a preset nor a file; a broken file; fewer than one node.
     """
+    if nodes is not None and nodes < 1:
+        raise UserError(f"--nodes {nodes}: nodes count from 1; leave it out for those of the file, or for 1")
     if name.endswith(".json") or Path(name).is_file():
         cluster = load_cluster(Path(name))
         return cluster if nodes is None else cluster.with_nodes(nodes)
@@ -95,10 +102,19 @@ def workload_of(args: argparse.Namespace, cluster: Cluster) -> Workload:
     """What the arguments of `add_workload` describe, with the attention that the cluster's devices will run.
 
     Raises:
-      UserError: an unknown model or override.
+      UserError: an unknown model or override; a number below 1; a sequence longer than the model's maximum.
     """
+    for flag in ("global_batch", "seq_len", "microbatch"):
+        _check_count(args, flag)
+    overrides = _overrides(args.model_overrides)
+    longest = _longest(args.model, overrides)
+    if args.seq_len > longest:
+        raise UserError(
+            f"--seq-len {args.seq_len}: {args.model} has positions for {longest} tokens; shorten it, or give "
+            f"--model-overrides \"{{'max_seq_len': {args.seq_len}}}\""
+        )
     return Workload(
-        model=planned_model(args.model, _overrides(args.model_overrides), cluster),
+        model=planned_model(args.model, overrides, cluster),
         optimizer=make_optimizer(args.optimizer, 1e-4, weight_decay=0.1, clip_norm=1.0),
         global_batch=args.global_batch,
         seq_len=args.seq_len,
@@ -115,6 +131,27 @@ def planned_model(name: str, overrides: Mapping[str, Any], cluster: Cluster) -> 
     return build_model(name, overrides, attention=attention.implementation)
 
 
+def cluster_lines(cluster: Cluster) -> list[str]:
+    """The cluster, and what its numbers stand on."""
+    return [_cluster_line(cluster), *_basis_lines(cluster)]
+
+
+def _cluster_line(cluster: Cluster) -> str:
+    when = f", measured {cluster.date}" if cluster.date else ""
+    return (
+        f"cluster {cluster.name}: {cluster.num_nodes} x {cluster.devices_per_node} {cluster.device_kind}, "
+        f"{cluster.memory_bytes / 2**30:.1f} GiB usable of each{when}"
+    )
+
+
+def _basis_lines(cluster: Cluster, best: Estimate | None = None) -> list[str]:
+    """Where the numbers come from, and what is assumed, of the best strategy's collectives too."""
+    lines = [f"source: {cluster.source}", *(f"assumed: {line}" for line in cluster.assumptions)]
+    if best and best.unmeasured:
+        lines.append(f"not measured, but used by the first: {', '.join(best.unmeasured)}")
+    return [text for line in lines for text in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
+
+
 def _overrides(text: str) -> Mapping[str, Any]:
     try:
         overrides = ast.literal_eval(text)
@@ -125,49 +162,206 @@ def _overrides(text: str) -> Mapping[str, Any]:
     return overrides
 
 
-def cluster_lines(cluster: Cluster) -> list[str]:
-    """What the numbers stand on."""
-    when = f", measured {cluster.date}" if cluster.date else ""
-    return [
-        f"cluster {cluster.name}: {cluster.num_nodes} nodes of {cluster.devices_per_node} {cluster.device_kind}{when}",
-        f"source: {cluster.source}",
-        *(f"assumed: {line}" for line in cluster.assumptions),
-    ]
+def _longest(model: str, overrides: Mapping[str, Any]) -> float:
+    """Tokens of the longest sequence; infinite for a model without a table of positions."""
+    return getattr(model_config(model, overrides), "max_seq_len", math.inf)
 
 
-def _searched(text: str) -> tuple[str, ...]:
-    names = tuple(name for name in text.split(",") if name)
-    for name in names:
+def _check(args: argparse.Namespace) -> None:
+    """What needs neither model nor cluster."""
+    _check_count(args, "top")
+    if args.memory_limit is not None and not 0 < args.memory_limit < math.inf:
+        raise UserError(f"--memory-limit {args.memory_limit:g}: GiB of a device, more than 0, such as 70")
+    for name in _searched(args):
         if name not in SEARCHED:
-            raise UserError(f"--search {text}: {name!r} is nothing to search; one or both of {','.join(SEARCHED)}")
-    return names
+            raise UserError(f"--search {args.search}: {name!r} is unknown; one or both of {','.join(SEARCHED)}")
+    if args.explain:
+        for flag in ("search", "plot", "any_nodes"):
+            if getattr(args, flag):
+                raise UserError(f"--explain is of one strategy, on which {_flag(flag)} has no effect; leave one out")
+        if args.objective != Objective.STEP_TIME:
+            raise UserError("--explain tells the step time and nothing of --objective paper; leave one out")
+    if args.plot:
+        _check_picture(args.plot)
 
 
-def _space(args: argparse.Namespace, searched: Sequence[str]) -> Space:
+def _check_picture(path: Path) -> None:
+    """What would only fail after the search."""
+    folder = path.resolve().parent
+    if path.is_dir() or not os.access(folder, os.W_OK):
+        problem = "a folder" if path.is_dir() else f"{folder} cannot be written to"
+        raise UserError(f"--plot {path}: {problem}; name a file in a folder of yours")
+    if path.suffix.lower() not in _PICTURES:
+        raise UserError(f"--plot {path}: draws {', '.join(_PICTURES)}; name it heat.png")
+
+
+def _check_count(args: argparse.Namespace, flag: str) -> None:
+    if (value := getattr(args, flag)) < 1:
+        raise UserError(f"{_flag(flag)} {value}: it counts from 1")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check_batch(args: argparse.Namespace, cluster: Cluster) -> None:
+    """Of several microbatches one is enough."""
+    ranks, batch = cluster.ranks.total, args.global_batch
+    units = [microbatch * ranks for microbatch in _space(args).microbatches]
+    if all(batch % unit for unit in units):
+        unit = min(units)
+        near = sorted({max(unit, batch // unit * unit), (batch // unit + 1) * unit})
+        raise UserError(
+            f"--global-batch {batch} does not divide by {unit} = {unit // ranks} (microbatch) x {ranks} devices; "
+            f"{' or '.join(map(str, near))} does"
+        )
+
+
+def _searched(args: argparse.Namespace) -> tuple[str, ...]:
+    return tuple(name for name in args.search.split(",") if name)
+
+
+def _space(args: argparse.Namespace) -> Space:
+    searched = _searched(args)
+    microbatches = {args.microbatch, *(_MICROBATCHES if "microbatch" in searched else ())}
     return Space(
-        microbatches=_MICROBATCHES if "microbatch" in searched else (args.microbatch,),
+        microbatches=tuple(sorted(microbatches)),
         remats=tuple(Remat) if "remat" in searched else (Remat(args.remat),),
         fill_nodes=not args.any_nodes,
     )
 
 
-def _limit(args: argparse.Namespace) -> int | None:
-    return None if args.memory_limit is None else int(args.memory_limit * 2**30)
+def _limit(args: argparse.Namespace, cluster: Cluster) -> int:
+    return cluster.memory_bytes if args.memory_limit is None else int(args.memory_limit * 2**30)
 
 
-def _text(ranking: Ranking, top: int, searched: Sequence[str]) -> str:
-    return "\n\n".join(
+def _asked(args: argparse.Namespace) -> str:
+    """What is planned, in a line."""
+    overrides = "" if args.model_overrides == "{}" else f" with {args.model_overrides}"
+    fixed = [f"{name} {getattr(args, name)}" for name in SEARCHED if name not in _searched(args)]
+    return ", ".join(
         [
-            report.ranking_table(ranking, top),
-            report.rejected_lines(ranking),
-            report.why(ranking),
-            report.gin_lines(ranking.best, searched),
+            f"{args.model}{overrides}: {args.global_batch} sequences of {args.seq_len} tokens a step",
+            *fixed,
+            args.optimizer,
+            f"gradients reduced in {args.reduce_dtype}",
         ]
     )
 
 
-def _explanation(args: argparse.Namespace, workload: Workload, cluster: Cluster) -> str:
+def _context(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
+    """What was asked, and what the numbers stand on, as JSON."""
+    return {
+        "model": args.model,
+        "model_overrides": _overrides(args.model_overrides),
+        **{name: getattr(args, name) for name in ("global_batch", "seq_len", "optimizer", "reduce_dtype")},
+        "cluster": {
+            "name": cluster.name,
+            "num_nodes": cluster.num_nodes,
+            "devices_per_node": cluster.devices_per_node,
+            "device_kind": cluster.device_kind,
+            "source": cluster.source,
+            "date": cluster.date,
+        },
+        "assumptions": list(cluster.assumptions),
+    }
+
+
+def _rank(args: argparse.Namespace, workload: Workload, cluster: Cluster) -> None:
+    space, objective, limit = _space(args), Objective(args.objective), _limit(args, cluster)
+    out = sys.stderr if args.json else sys.stdout
+    Scorer(workload, cluster)  # Raises where the cluster has no rates, so that memory is all that search can miss.
+    try:
+        ranking = search(workload, cluster, space, objective, limit)
+    except UserError:
+        raise UserError(nothing_fits(workload, cluster, space, objective, limit)) from None
+    print(_text(args, ranking, cluster), file=out, flush=True)
+    if args.json:
+        print(json.dumps({**report.as_json(ranking), **_context(args, cluster)}, indent=1))
+    if args.plot:
+        _plot(args, workload, cluster)
+        print(f"\npicture: {args.plot}", file=out)
+
+
+def _text(args: argparse.Namespace, ranking: Ranking, cluster: Cluster) -> str:
+    return "\n\n".join(
+        [
+            f"{_asked(args)}\n{_cluster_line(cluster)}",
+            report.ranking_table(ranking, args.top),
+            report.rejected_lines(ranking),
+            report.why(ranking),
+            "\n".join(["for a gin file:", *report.gin_lines(ranking.best)]),
+            "\n".join(_basis_lines(cluster, ranking.best)),
+        ]
+    )
+
+
+def _explain(args: argparse.Namespace, workload: Workload, cluster: Cluster) -> None:
     candidate = Candidate(parse(args.explain).resolve(cluster.ranks), args.microbatch, Remat(args.remat))
-    scorer = Scorer(workload, cluster)
-    estimate = scorer.estimate(candidate, record=True)
-    return report.explanation(estimate, scorer.message_costs(candidate), _limit(args) or cluster.memory_bytes)
+    scorer, limit = Scorer(workload, cluster), _limit(args, cluster)
+    estimate, costs = scorer.estimate(candidate, record=True), scorer.message_costs(candidate)
+    text = f"{_asked(args)}\n{_cluster_line(cluster)}\n\n{report.explanation(estimate, costs, limit)}\n"
+    print(text, *_basis_lines(cluster), sep="\n", file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        print(json.dumps({**report.explanation_json(estimate, costs, limit), **_context(args, cluster)}, indent=1))
+
+
+def _plot(args: argparse.Namespace, workload: Workload, cluster: Cluster) -> None:
+    """The heat map: the models of the same family, on 1, 2, 4, ... nodes."""
+    if cluster.peak_flops is None:
+        raise UserError(f"--plot draws MFU, but the peak of {cluster.device_kind} is not known; leave it out")
+    workloads = [workload if name == args.model else _sibling(args, name, cluster) for name in _family(args.model)]
+    nodes = {2**i for i in range(max(_MOST_NODES, cluster.num_nodes).bit_length())} | {cluster.num_nodes}
+    progress = _Progress()
+    grid = best_by_size(
+        workloads, cluster, sorted(nodes), _space(args), Objective(args.objective), _limit(args, cluster), progress
+    )
+    progress.close()
+    plot_best(grid, args.plot, (workload.model.name, cluster.num_nodes), _caption(args, cluster))
+
+
+def _family(model: str) -> list[str]:
+    """The named models of the same family with at least 1B parameters, and `model`; the smallest first."""
+    sizes = {}
+    for name in MODELS:
+        numbers = build_model(name).numbers
+        if numbers and name.split("-")[0] == model.split("-")[0]:
+            sizes[name] = numbers.num_params
+    return sorted((n for n, size in sizes.items() if size >= _SMALLEST_PARAMS or n == model), key=sizes.__getitem__)
+
+
+def _sibling(args: argparse.Namespace, name: str, cluster: Cluster) -> Workload:
+    """The same job with another model, and with its longest sequence if that is shorter."""
+    seq_len = int(min(args.seq_len, _longest(name, {})))
+    return workload_of(
+        argparse.Namespace(**{**vars(args), "model": name, "model_overrides": "{}", "seq_len": seq_len}), cluster
+    )
+
+
+def _caption(args: argparse.Namespace, cluster: Cluster) -> str:
+    each = args.global_batch // cluster.num_devices
+    searched = _searched(args)
+    told = [f"{name} {'searched' if name in searched else getattr(args, name)}" for name in SEARCHED]
+    told.append(f"gradients reduced in {args.reduce_dtype}")
+    limit = _limit(args, cluster) / 2**30
+    return f"{each} sequence{'s' * (each > 1)} a device and step, {', '.join(told)}, {limit:.1f} GiB a device"
+
+
+class _Progress:
+    """A line on stderr that says which cell is searched: rewritten on a terminal, elsewhere one every few seconds."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._shown_at = time.monotonic()
+
+    def __call__(self, what: str, done: float) -> None:
+        if time.monotonic() - self._shown_at < (0.2 if self._is_terminal else 10.0):
+            return
+        self._shown_at = time.monotonic()
+        begin, end = ("\r\x1b[K", "") if self._is_terminal else ("", "\n")
+        print(f"{begin}picture, {done:.0%}: {what}", end=end, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Clears the line of a terminal."""
+        if self._is_terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

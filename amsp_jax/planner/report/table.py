@@ -1,0 +1,140 @@
+"""A ranking as a table, and what was rejected."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from amsp_jax.cost.communication import Phase
+from amsp_jax.planner.report.text import aligned, gib, percent, short
+from amsp_jax.planner.types import Estimate, Ranking, Reason
+from amsp_jax.strategy import Degrees
+
+TERMS = {
+    Phase.START: "P shards",
+    Phase.FORWARD: "gather",
+    Phase.BACKWARD: "gather again",
+    Phase.REDUCE: "reduce",
+    Phase.END: "reduce at end",
+}
+"""What the phases of communication are called."""
+
+_WIDTH = 170
+
+
+@dataclasses.dataclass(frozen=True)
+class _Column:
+    """A number of an estimate; left out where it is nothing for all of them."""
+
+    head: str
+    text: Callable[[Estimate], str]
+
+    def cells(self, estimates: Sequence[Estimate]) -> list[str]:
+        return [self.head, *map(self.text, estimates)]
+
+    def is_empty(self, estimates: Sequence[Estimate]) -> bool:
+        return all(self.text(estimate) in ("0.00", "0.0", "-") for estimate in estimates)
+
+
+def _ms(phase: Phase) -> Callable[[Estimate], str]:
+    return lambda estimate: f"{1e3 * estimate.terms_s[phase]:.1f}"
+
+
+_GROUPS = {
+    "memory of a device, GiB": (
+        _Column("states", lambda e: gib(e.memory.master + e.memory.opt_state)),
+        _Column("P", lambda e: gib(e.memory.params)),
+        _Column("G", lambda e: gib(e.memory.grads)),
+        _Column("activ.", lambda e: gib(e.memory.activations)),
+        _Column("in flight", lambda e: gib(e.memory.gathered + e.memory.reductions)),
+        _Column("peak", lambda e: gib(e.memory.total)),
+    ),
+    "collectives of a step, ms": (
+        _Column("P shards", _ms(Phase.START)),
+        _Column("gather", _ms(Phase.FORWARD)),
+        _Column("again", _ms(Phase.BACKWARD)),
+        _Column("reduce", _ms(Phase.REDUCE)),
+        _Column("at end", _ms(Phase.END)),
+    ),
+    "step, ms": (
+        _Column("exposed", lambda e: f"{1e3 * e.timeline.exposed_s:.1f}"),
+        _Column("whole", lambda e: f"{1e3 * e.step_s:.1f}"),
+    ),
+    "each device": (
+        _Column("tokens/s", lambda e: f"{e.tokens_per_s_per_device:,.0f}"),
+        _Column("MFU, %", lambda e: "-" if e.mfu is None else percent(e.mfu)),
+    ),
+}
+"""Groups of columns under one heading."""
+
+
+def ranking_table(ranking: Ranking, top: int) -> str:
+    """The best `top` candidates, one line each, under two lines of headings; columns that say nothing are left out.
+
+    Memory at the peak: master parameters with optimizer states, P shards, gradients, activations, and what is gathered
+    or waits for its reduction. Seconds of collectives, whether hidden behind compute or not; of the step, those in
+    which compute waits for them.
+    """
+    shown = ranking.ranked[:top]
+    blocks = [_block(title, columns, shown) for title, columns in _GROUPS.items()]
+    for name in (str, short):
+        lines = _beside([_names(ranking, shown, name), *filter(None, blocks)])
+        if max(map(len, lines)) <= _WIDTH:
+            break
+    return "\n".join(lines)
+
+
+def _names(ranking: Ranking, shown: Sequence[Estimate], name: Callable[[Degrees], str]) -> list[str]:
+    fields = searched(ranking)
+    rows = [["", "strategy", *fields]]
+    for number, estimate in enumerate(shown, 1):
+        point = estimate.candidate
+        rows.append([str(number), name(point.degrees), *(str(getattr(point, field)) for field in fields)])
+    return ["", *aligned(rows, left=(1,))]
+
+
+def _block(title: str, columns: Sequence[_Column], shown: Sequence[Estimate]) -> list[str]:
+    """The lines of a group; none where all of its columns are empty."""
+    kept = [column.cells(shown) for column in columns if not column.is_empty(shown)]
+    if not kept:
+        return []
+    lines = aligned(list(zip(*kept, strict=True)), left=())
+    width = max(len(title), *map(len, lines))
+    return [f"{title} ".ljust(width, "-") if len(title) < width else title, *(line.rjust(width) for line in lines)]
+
+
+def _beside(blocks: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, block)) for block in blocks]
+    return [
+        "  ".join(line.ljust(width) for line, width in zip(row, widths, strict=True)).rstrip()
+        for row in zip(*blocks, strict=True)
+    ]
+
+
+def searched(ranking: Ranking) -> list[str]:
+    """Which of microbatch and rematerialisation differ between candidates."""
+    points = [e.candidate for e in ranking.ranked] + [r.candidate for r in ranking.rejected]
+    names = ("microbatch", "remat")
+    return [name for name in names if len({getattr(point, name) for point in points}) > 1]
+
+
+def rejected_lines(ranking: Ranking) -> str:
+    """How many candidates are not ranked, by reason; of those too large, by how much the nearest misses."""
+    lines = [f"{len(ranking.ranked):5d} ranked"]
+    for reason, count in ranking.num_rejected.most_common():
+        nearest = ""
+        if reason is Reason.MEMORY:
+            missing = min(r.missing_bytes for r in ranking.rejected if r.reason is reason)
+            nearest = f", the nearest {gib(missing)} GiB more than {gib(ranking.memory_bytes)}"
+        lines.append(f"{count:5d} rejected: {reason}{nearest}")
+    return "\n".join(lines)
+
+
+def gin_lines(estimate: Estimate) -> list[str]:
+    """The candidate as lines of a gin file."""
+    candidate = estimate.candidate
+    return [
+        f"STRATEGY = '{candidate.degrees}'",
+        f"MICROBATCH = {candidate.microbatch}",
+        f"REMAT = '{candidate.remat}'",
+    ]

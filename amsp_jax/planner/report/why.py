@@ -1,0 +1,145 @@
+"""Why the first of a ranking is first: its near ties, what it does, and where the well-known strategies stand."""
+
+from __future__ import annotations
+
+import textwrap
+
+from amsp_jax.planner.report.table import TERMS, searched
+from amsp_jax.planner.report.text import WIDTH, aligned, counted, gib, percent, seconds, signed
+from amsp_jax.planner.types import Estimate, Objective, Ranking, Reason
+from amsp_jax.strategy import Degree, Degrees, parse
+
+WELL_KNOWN = ("zero1", "zero2", "zero3", "mics", "hpz")
+"""The presets that a winner is compared with."""
+
+_NEAR = 0.01
+_OBJECTIVES = {
+    Objective.STEP_TIME: "predicted step time",
+    Objective.PAPER: "sum of communication terms (AMSP's objective)",
+}
+
+
+def why(ranking: Ranking) -> str:
+    """A few sentences, a line each, and a table of the well-known presets."""
+    sentences = [_smallest(ranking), _described(ranking.best.candidate.degrees), *_ties(ranking)]
+    lines = [line for sentence in sentences for line in textwrap.wrap(sentence, WIDTH, subsequent_indent="  ")]
+    if ranking.best.candidate.degrees.ranks.total > 1:
+        lines += ["", *_presets(ranking)]
+    return "\n".join(lines)
+
+
+def _smallest(ranking: Ranking) -> str:
+    best = ranking.best
+    text = f"The first has the smallest {_OBJECTIVES[ranking.objective]} of the {len(ranking.ranked)} that fit: "
+    text += seconds(best.objective_s)
+    if ranking.objective is Objective.PAPER:
+        return f"{text}; its predicted step time is {seconds(best.step_s)}."
+    return f"{text}, of which compute waits {seconds(best.timeline.exposed_s)} for collectives."
+
+
+def _described(degrees: Degrees) -> str:
+    """What it does with parameters, gradients and optimizer states, and what that costs when."""
+    params, grads, opt_state = degrees.params, degrees.grads, degrees.opt_state
+    if params.total == 1:
+        told = ["keeps parameters whole, so that no microbatch gathers them"]
+    else:
+        told = [f"gathers parameters {_over(params)}, twice a microbatch"]
+    if grads == params:
+        told.append("keeps gradients as parameters")
+    else:
+        told.append(f"reduces gradients every microbatch {_over(grads)}")
+    if opt_state == grads:
+        told.append("keeps optimizer states as gradients")
+    else:
+        told.append(f"spreads optimizer states {_over(opt_state)}, reached once a step")
+    return f"It {told[0]}; {told[1]}; and {told[2]}."
+
+
+def _over(degree: Degree) -> str:
+    if degree.inter == 1:
+        return f"over {counted(degree.intra, 'device')} of a node"
+    return f"over {degree.total} devices ({degree.intra} of each of {degree.inter} nodes)"
+
+
+def _ties(ranking: Ranking) -> list[str]:
+    best, *others = ranking.ranked
+    if not others:
+        return []
+    lines, second = [], others[0]
+    if best.objective_s:
+        near = sum(e.objective_s <= (1 + _NEAR) * best.objective_s for e in others)
+        if near:
+            verb = "is" if near == 1 else "are"
+            lines.append(f"{counted(near, 'other')} {verb} within 1 % of it, less than a prediction is good for.")
+        lines.append(
+            f"The next, {_point(ranking, second)}, takes {percent(second.objective_s / best.objective_s - 1)} % more: "
+            f"{_difference(best, second)}."
+        )
+    return lines
+
+
+def _point(ranking: Ranking, estimate: Estimate) -> str:
+    point = estimate.candidate
+    return ", ".join([str(point.degrees), *(f"{name} {getattr(point, name)}" for name in searched(ranking))])
+
+
+def _difference(best: Estimate, other: Estimate) -> str:
+    """Of step times: how much of it is waiting, and which collectives changed most."""
+    waits = other.timeline.exposed_s - best.timeline.exposed_s
+    gaps = {name: other.terms_s[phase] - best.terms_s[phase] for phase, name in TERMS.items()}
+    name = max(gaps, key=lambda key: abs(gaps[key]))
+    computes = other.timeline.compute_s - best.timeline.compute_s
+    return (
+        f"{signed(waits)} of waiting, {signed(computes)} of computing; of its collectives, {name} {signed(gaps[name])}"
+    )
+
+
+def _presets(ranking: Ranking) -> list[str]:
+    """A line for each: its rank and times, or why it has none."""
+    fields = searched(ranking)
+    rows = [
+        [
+            "preset",
+            "strategy",
+            *fields,
+            "rank",
+            "step",
+            "more",
+            "exposed",
+            "peak, GiB",
+            "largest difference in collectives",
+        ]
+    ]
+    for name in WELL_KNOWN:
+        degrees = parse(name).resolve(ranking.best.candidate.degrees.ranks)
+        found = next(((i, e) for i, e in enumerate(ranking.ranked, 1) if e.candidate.degrees == degrees), None)
+        if found is None:
+            rows.append([name, str(degrees), *[""] * len(fields), *["-"] * 5, _reason(ranking, degrees)])
+            continue
+        rank, estimate = found
+        rows.append([name, str(degrees), *(str(getattr(estimate.candidate, field)) for field in fields)])
+        rows[-1] += [str(rank), *_against(ranking, estimate)]
+    return aligned(rows, left=(0, 1, len(rows[0]) - 1))
+
+
+def _against(ranking: Ranking, estimate: Estimate) -> list[str]:
+    best = ranking.best
+    more = estimate.objective_s / best.objective_s - 1 if best.objective_s else 0.0
+    gaps = {name: estimate.terms_s[phase] - best.terms_s[phase] for phase, name in TERMS.items()}
+    name = max(gaps, key=lambda key: abs(gaps[key]))
+    return [
+        seconds(estimate.step_s),
+        f"{percent(more)} %",
+        seconds(estimate.timeline.exposed_s),
+        gib(estimate.memory.total),
+        f"{name} {signed(gaps[name])}" if gaps[name] else "",
+    ]
+
+
+def _reason(ranking: Ranking, degrees: Degrees) -> str:
+    """Why these degrees are not ranked; the nearest miss where several candidates have them."""
+    rejections = [r for r in ranking.rejected if r.candidate.degrees == degrees]
+    rejection = min(rejections, key=lambda r: (r.reason is not Reason.MEMORY, r.missing_bytes))
+    if rejection.reason is Reason.MEMORY:
+        return f"needs {gib(rejection.missing_bytes)} GiB more than a device has"
+    return str(rejection.reason)
