@@ -75,20 +75,6 @@ ALLOCATOR_MARGIN = 0.12
 shortfall was 11 % in the table of benchmarks/memory.md, on which this was calibrated."""
 
 
-def argument_bytes(self) -> int:
-        """What is there before and after the step; exact."""
-        return self.master + self.opt_state + self.batch
-
-    @property
-    def margin_bytes(self) -> int:
-        """What the placement of buffers may need beyond their sum: see `ALLOCATOR_MARGIN`."""
-        return round(ALLOCATOR_MARGIN * (self.total - self.argument_bytes))
-
-
-ALLOCATOR_MARGIN = 0.08
-"""Of the temporaries: gaps between buffers in the heap that XLA lays out."""
-
-
 def argument_bytes(
     sketch: Sketch, plan: Plan, optimizer: optax.GradientTransformation, batch_bytes: int
 ) -> MemoryEstimate:
