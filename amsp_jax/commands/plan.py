@@ -343,8 +343,8 @@ def _caption(args: argparse.Namespace, cluster: Cluster) -> str:
     searched = _searched(args)
     told = [f"{name} {'searched' if name in searched else getattr(args, name)}" for name in SEARCHED]
     told.append(f"gradients reduced in {args.reduce_dtype}")
-    limit = _limit(args, cluster) / 2**30
-    return f"{each} sequence{'s' * (each > 1)} a device and step, {', '.join(told)}, {limit:.1f} GiB a device"
+    told.append(f"{_limit(args, cluster) / 2**30:.1f} GiB a device; framed: as asked")
+    return f"{each} sequence{'s' * (each > 1)} a device and step, {', '.join(told)}"
 
 
 class _Progress:

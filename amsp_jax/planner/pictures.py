@@ -14,6 +14,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter
 
 from amsp_jax.cluster import Cluster
 from amsp_jax.errors import UserError
@@ -98,21 +99,22 @@ def plot_best(grid: Grid, path: str | os.PathLike[str], asked: tuple[str, int], 
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     found = [estimate.mfu or 0.0 for row in grid.best for estimate in row if estimate]
-    # Not from 0: neighbours differ by little. Not from the lowest: a difference of nothing is no contrast.
-    scale = Normalize(min(0.9 * min(found), 0.3), max(found))
+    # Not from 0: neighbours differ by little. At least 15 points wide: a difference of nothing is no contrast.
+    scale = Normalize(max(0.0, min(*found, max(found) - 0.15) - 0.02), max(found))
     for y, row in enumerate(grid.best):
         for x, estimate in enumerate(row):
             _draw_cell(axes, x, y, estimate, scale, searched)
     _frame(axes, grid, asked)
     _label(axes, grid)
-    figure.suptitle(
+    axes.set_title(
         f"Best predicted MFU and its strategy: {grid.cluster.name}, {grid.cluster.devices_per_node} devices a node",
-        x=0.01, ha="left", fontweight="bold", fontsize=13,
+        loc="left", pad=24, fontweight="bold", fontsize=13,
     )  # fmt: skip
-    axes.set_title(caption, loc="left", fontsize=9, color="#555555")
-    bar = figure.colorbar(
-        ScalarMappable(scale, _COLORS), ax=axes, pad=0.01, aspect=30, format=lambda value, _: f"{value:.0%}"
+    axes.annotate(
+        caption, (0, 1), (0, 8), xycoords="axes fraction", textcoords="offset points", fontsize=9.5, color="#555555"
     )
+    percent = FuncFormatter(lambda value, _: f"{value:.0%}")
+    bar = figure.colorbar(ScalarMappable(scale, _COLORS), ax=axes, pad=0.01, aspect=30, format=percent)
     bar.set_label("MFU")
     bar.outline.set_visible(False)
     figure.savefig(path, dpi=150)
@@ -130,14 +132,14 @@ def _draw_cell(
 ) -> None:
     if estimate is None:
         axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=_NOTHING, edgecolor="white", linewidth=2))
-        axes.text(x, y, "does not fit", ha="center", va="center", fontsize=8, color="#888888", style="italic")
+        axes.text(x, y, "does not fit", ha="center", va="center", fontsize=9, color="#888888", style="italic")
         return
     mfu = estimate.mfu or 0.0
     face = colormaps[_COLORS](float(scale(mfu)))
     ink = "white" if _luminance(face) < _DARK else "#1a1a1a"
     axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=face, edgecolor="white", linewidth=2))
-    axes.text(x, y - 0.25, f"{mfu:.1%}", ha="center", va="center", fontsize=12, fontweight="bold", color=ink)
-    axes.text(x, y + 0.17, _strategy(estimate, searched), ha="center", va="center", fontsize=7.5, color=ink)
+    axes.text(x, y - 0.2, f"{mfu:.1%}", ha="center", va="center", fontsize=13, fontweight="bold", color=ink)
+    axes.text(x, y + 0.17, _strategy(estimate, searched), ha="center", va="center", fontsize=8.5, color=ink)
 
 
 def _luminance(color: tuple[float, float, float, float]) -> float:

@@ -34,7 +34,9 @@ def nothing_fits(workload: Workload, cluster: Cluster, space: Space, objective: 
       limit: bytes of one device.
     """
     asked = Scorer(workload, cluster, objective)
-    nearest = min(_points(asked, space, all_degrees(cluster.ranks)), key=asked.needed_bytes)
+    # One that leaves part of a node unused never needs less.
+    filled = [degrees for degrees in all_degrees(cluster.ranks) if not degrees.warnings]
+    nearest = min(_points(asked, space, filled), key=asked.needed_bytes)
     needed = asked.needed_bytes(nearest)
     remedies = [found for found in _remedies(workload, cluster, space, objective, limit) if found]
     told = f"It fits with {', or with '.join(remedies)}" if remedies else _hopeless(cluster)

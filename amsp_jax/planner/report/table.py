@@ -86,7 +86,7 @@ def ranking_table(ranking: Ranking, top: int) -> str:
 
 def _names(ranking: Ranking, shown: Sequence[Estimate], name: Callable[[Degrees], str]) -> list[str]:
     fields = searched(ranking)
-    rows = [["", "strategy", *fields]]
+    rows = [["", "strategy", *(field[:5] for field in fields)]]
     for number, estimate in enumerate(shown, 1):
         point = estimate.candidate
         rows.append([str(number), name(point.degrees), *(str(getattr(point, field)) for field in fields)])

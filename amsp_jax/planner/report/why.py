@@ -33,7 +33,7 @@ def _smallest(ranking: Ranking) -> str:
     text = f"The first has the smallest {_OBJECTIVES[ranking.objective]} of the {len(ranking.ranked)} that fit: "
     text += seconds(best.objective_s)
     if ranking.objective is Objective.PAPER:
-        return f"{text}; its predicted step time is {seconds(best.step_s)}."
+        return f"{text}. Predicted for it: a step of {seconds(best.step_s)}, a peak of {gib(best.memory.total)} GiB."
     return f"{text}, of which compute waits {seconds(best.timeline.exposed_s)} for collectives."
 
 
@@ -44,11 +44,15 @@ def _described(degrees: Degrees) -> str:
         told = ["keeps parameters whole, so that no microbatch gathers them"]
     else:
         told = [f"gathers parameters {_over(params)}, twice a microbatch"]
-    if grads == params:
-        told.append("keeps gradients as parameters")
+    if grads.total == 1:
+        told.append("keeps gradients whole, so that they are reduced once a step")
+    elif grads == params:
+        told.append("keeps gradients as parameters, reduced every microbatch")
     else:
         told.append(f"reduces gradients every microbatch {_over(grads)}")
-    if opt_state == grads:
+    if opt_state.total == 1:
+        told.append("keeps optimizer states whole")
+    elif opt_state == grads:
         told.append("keeps optimizer states as gradients")
     else:
         told.append(f"spreads optimizer states {_over(opt_state)}, reached once a step")
@@ -71,10 +75,8 @@ def _ties(ranking: Ranking) -> list[str]:
         if near:
             verb = "is" if near == 1 else "are"
             lines.append(f"{counted(near, 'other')} {verb} within 1 % of it, less than a prediction is good for.")
-        lines.append(
-            f"The next, {_point(ranking, second)}, takes {percent(second.objective_s / best.objective_s - 1)} % more: "
-            f"{_difference(best, second)}."
-        )
+        more = 100 * (second.objective_s / best.objective_s - 1)
+        lines.append(f"The next, {_point(ranking, second)}, takes {more:.2g} % more: {_difference(best, second)}.")
     return lines
 
 
@@ -87,34 +89,22 @@ def _difference(best: Estimate, other: Estimate) -> str:
     """Of step times: how much of it is waiting, and which collectives changed most."""
     waits = other.timeline.exposed_s - best.timeline.exposed_s
     gaps = {name: other.terms_s[phase] - best.terms_s[phase] for phase, name in TERMS.items()}
-    name = max(gaps, key=lambda key: abs(gaps[key]))
+    name = max(gaps, key=gaps.__getitem__)
     computes = other.timeline.compute_s - best.timeline.compute_s
-    return (
-        f"{signed(waits)} of waiting, {signed(computes)} of computing; of its collectives, {name} {signed(gaps[name])}"
-    )
+    text = f"{signed(waits)} of waiting, {signed(computes)} of computing"
+    return f"{text}; of its collectives, {name} {signed(gaps[name])}" if gaps[name] > 0 else text
 
 
 def _presets(ranking: Ranking) -> list[str]:
     """A line for each: its rank and times, or why it has none."""
     fields = searched(ranking)
-    rows = [
-        [
-            "preset",
-            "strategy",
-            *fields,
-            "rank",
-            "step",
-            "more",
-            "exposed",
-            "peak, GiB",
-            "largest difference in collectives",
-        ]
-    ]
+    times = ["step", "more", "waits", "computes", "peak, GiB"]
+    rows = [["preset", "strategy", *fields, "rank", *times, "collectives that take more"]]
     for name in WELL_KNOWN:
         degrees = parse(name).resolve(ranking.best.candidate.degrees.ranks)
         found = next(((i, e) for i, e in enumerate(ranking.ranked, 1) if e.candidate.degrees == degrees), None)
         if found is None:
-            rows.append([name, str(degrees), *[""] * len(fields), *["-"] * 5, _reason(ranking, degrees)])
+            rows.append([name, str(degrees), *[""] * len(fields), "-", *["-"] * len(times), _reason(ranking, degrees)])
             continue
         rank, estimate = found
         rows.append([name, str(degrees), *(str(getattr(estimate.candidate, field)) for field in fields)])
@@ -126,13 +116,14 @@ def _against(ranking: Ranking, estimate: Estimate) -> list[str]:
     best = ranking.best
     more = estimate.objective_s / best.objective_s - 1 if best.objective_s else 0.0
     gaps = {name: estimate.terms_s[phase] - best.terms_s[phase] for phase, name in TERMS.items()}
-    name = max(gaps, key=lambda key: abs(gaps[key]))
+    longer = sorted((name for name in gaps if gaps[name] > 0), key=lambda name: -gaps[name])
     return [
         seconds(estimate.step_s),
         f"{percent(more)} %",
         seconds(estimate.timeline.exposed_s),
+        seconds(estimate.timeline.compute_s),
         gib(estimate.memory.total),
-        f"{name} {signed(gaps[name])}" if gaps[name] else "",
+        ", ".join(f"{name} {signed(gaps[name])}" for name in longer[:2]),
     ]
 
 
