@@ -36,36 +36,38 @@ class _Column:
         return all(self.text(estimate) in ("0.00", "0.0", "-") for estimate in estimates)
 
 
-def _ms(phase: Phase) -> Callable[[Estimate], str]:
-    return lambda estimate: f"{1e3 * estimate.terms_s[phase]:.1f}"
+_MEMORY = (
+    _Column("states", lambda e: gib(e.memory.master + e.memory.opt_state)),
+    _Column("P", lambda e: gib(e.memory.params)),
+    _Column("G", lambda e: gib(e.memory.grads)),
+    _Column("activ.", lambda e: gib(e.memory.activations)),
+    _Column("flight", lambda e: gib(e.memory.gathered + e.memory.reductions)),
+    _Column("peak", lambda e: gib(e.memory.total)),
+)
+_RATES = (
+    _Column("tokens/s", lambda e: f"{e.tokens_per_s_per_device:,.0f}"),
+    _Column("MFU, %", lambda e: "-" if e.mfu is None else percent(e.mfu)),
+)
+_SHORT_TERMS = dict(zip(TERMS, ("shards", "gather", "again", "reduce", "at end"), strict=True))
 
 
-_GROUPS = {
-    "memory of a device, GiB": (
-        _Column("states", lambda e: gib(e.memory.master + e.memory.opt_state)),
-        _Column("P", lambda e: gib(e.memory.params)),
-        _Column("G", lambda e: gib(e.memory.grads)),
-        _Column("activ.", lambda e: gib(e.memory.activations)),
-        _Column("in flight", lambda e: gib(e.memory.gathered + e.memory.reductions)),
-        _Column("peak", lambda e: gib(e.memory.total)),
-    ),
-    "collectives of a step, ms": (
-        _Column("P shards", _ms(Phase.START)),
-        _Column("gather", _ms(Phase.FORWARD)),
-        _Column("again", _ms(Phase.BACKWARD)),
-        _Column("reduce", _ms(Phase.REDUCE)),
-        _Column("at end", _ms(Phase.END)),
-    ),
-    "step, ms": (
-        _Column("exposed", lambda e: f"{1e3 * e.timeline.exposed_s:.1f}"),
-        _Column("whole", lambda e: f"{1e3 * e.step_s:.1f}"),
-    ),
-    "each device": (
-        _Column("tokens/s", lambda e: f"{e.tokens_per_s_per_device:,.0f}"),
-        _Column("MFU, %", lambda e: "-" if e.mfu is None else percent(e.mfu)),
-    ),
-}
-"""Groups of columns under one heading."""
+def _groups(shown: Sequence[Estimate]) -> dict[str, tuple[_Column, ...]]:
+    """Groups of columns under one heading; times in seconds where a step takes ten."""
+    in_seconds = max(estimate.step_s for estimate in shown) >= 10
+    unit = "s" if in_seconds else "ms"
+
+    def column(head: str, time_s: Callable[[Estimate], float]) -> _Column:
+        return _Column(head, lambda e: f"{time_s(e):.2f}" if in_seconds else f"{1e3 * time_s(e):.1f}")
+
+    def term(phase: Phase) -> Callable[[Estimate], float]:
+        return lambda e: e.terms_s[phase]
+
+    return {
+        "memory of a device, GiB": _MEMORY,
+        f"collectives of a step, {unit}": tuple(column(head, term(phase)) for phase, head in _SHORT_TERMS.items()),
+        f"step, {unit}": (column("exposed", lambda e: e.timeline.exposed_s), column("whole", lambda e: e.step_s)),
+        "each device": _RATES,
+    }
 
 
 def ranking_table(ranking: Ranking, top: int) -> str:
@@ -76,7 +78,7 @@ def ranking_table(ranking: Ranking, top: int) -> str:
     which compute waits for them.
     """
     shown = ranking.ranked[:top]
-    blocks = [_block(title, columns, shown) for title, columns in _GROUPS.items()]
+    blocks = [_block(title, columns, shown) for title, columns in _groups(shown).items()]
     for name in (str, short):
         lines = _beside([_names(ranking, shown, name), *filter(None, blocks)])
         if max(map(len, lines)) <= _WIDTH:

@@ -29,9 +29,9 @@ def gib(num_bytes: float) -> str:
 
 
 def seconds(number: float) -> str:
-    """In s, ms or us: three to five digits."""
-    if number >= 10:
-        return f"{number:.2f} s"
+    """In s, ms or us."""
+    if number >= 1:
+        return f"{number:.3f} s" if number < 10 else f"{number:.2f} s"
     return f"{number * 1e3:.1f} ms" if number >= 1e-3 else f"{number * 1e6:.0f} us"
 
 

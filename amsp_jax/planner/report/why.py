@@ -30,8 +30,12 @@ def why(ranking: Ranking) -> str:
 
 def _smallest(ranking: Ranking) -> str:
     best = ranking.best
-    text = f"The first has the smallest {_OBJECTIVES[ranking.objective]} of the {len(ranking.ranked)} that fit: "
-    text += seconds(best.objective_s)
+    objective = _OBJECTIVES[ranking.objective]
+    if len(ranking.ranked) == 1:
+        text = f"Only one fits; its {objective} is {seconds(best.objective_s)}"
+    else:
+        text = f"The first has the smallest {objective} of the {len(ranking.ranked)} that fit: "
+        text += seconds(best.objective_s)
     if ranking.objective is Objective.PAPER:
         return f"{text}. Predicted for it: a step of {seconds(best.step_s)}, a peak of {gib(best.memory.total)} GiB."
     return f"{text}, of which compute waits {seconds(best.timeline.exposed_s)} for collectives."
@@ -74,7 +78,9 @@ def _ties(ranking: Ranking) -> list[str]:
         near = sum(e.objective_s <= (1 + _NEAR) * best.objective_s for e in others)
         if near:
             verb = "is" if near == 1 else "are"
-            lines.append(f"{counted(near, 'other')} {verb} within 1 % of it, less than a prediction is good for.")
+            lines.append(
+                f"{counted(near, 'other')} {verb} within 1 % of it: near ties, which may differ when measured."
+            )
         more = 100 * (second.objective_s / best.objective_s - 1)
         lines.append(f"The next, {_point(ranking, second)}, takes {more:.2g} % more: {_difference(best, second)}.")
     return lines
@@ -99,7 +105,7 @@ def _presets(ranking: Ranking) -> list[str]:
     """A line for each: its rank and times, or why it has none."""
     fields = searched(ranking)
     times = ["step", "more", "waits", "computes", "peak, GiB"]
-    rows = [["preset", "strategy", *fields, "rank", *times, "collectives that take more"]]
+    rows = [["preset", "strategy", *(field[:5] for field in fields), "rank", *times, "what takes most more"]]
     for name in WELL_KNOWN:
         degrees = parse(name).resolve(ranking.best.candidate.degrees.ranks)
         found = next(((i, e) for i, e in enumerate(ranking.ranked, 1) if e.candidate.degrees == degrees), None)
@@ -123,7 +129,7 @@ def _against(ranking: Ranking, estimate: Estimate) -> list[str]:
         seconds(estimate.timeline.exposed_s),
         seconds(estimate.timeline.compute_s),
         gib(estimate.memory.total),
-        ", ".join(f"{name} {signed(gaps[name])}" for name in longer[:2]),
+        ", ".join(f"{name} {signed(gaps[name])}" for name in longer[:1]),
     ]
 
 
@@ -132,5 +138,5 @@ def _reason(ranking: Ranking, degrees: Degrees) -> str:
     rejections = [r for r in ranking.rejected if r.candidate.degrees == degrees]
     rejection = min(rejections, key=lambda r: (r.reason is not Reason.MEMORY, r.missing_bytes))
     if rejection.reason is Reason.MEMORY:
-        return f"needs {gib(rejection.missing_bytes)} GiB more than a device has"
+        return f"needs {gib(rejection.missing_bytes)} GiB more than {gib(ranking.memory_bytes)}"
     return str(rejection.reason)
