@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # A host of GPUs as two nodes, one process a GPU: NCCL is told that the halves are different hosts, so that traffic
-# between them goes through sockets on loopback. Calibrates unless OUT/cluster.json is there, then measures.
+# between them goes through sockets on loopback. Each process has CPUs of its own. Calibrates unless OUT/cluster.json is there, then measures.
 #   benchmarks/regret.sh OUT [arguments of regret.py measure]       BUDGET_S: of both together, seconds
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=$1; shift
 gpus=$(nvidia-smi -L | wc -l)
+cpus=$(($(nproc) / gpus))
 budget=${BUDGET_S:-3600}
 logs=${LOGS:-$(mktemp -d)}
 mkdir -p "$out" "$logs"
@@ -16,7 +17,8 @@ processes() {  # seconds, then arguments of regret.py
   limit=$1 what=$2; shift 2
   port=$((20000 + RANDOM % 10000))
   for ((p = 0; p < gpus; p++)); do
-    NCCL_HOSTID=node$((p / (gpus / 2))) timeout -k 5 "$limit" python3 "$here/regret.py" "$what" \
+    NCCL_HOSTID=node$((p / (gpus / 2))) timeout -k 5 "$limit" \
+      taskset -c "$((p * cpus))-$((p * cpus + cpus - 1))" python3 "$here/regret.py" "$what" \
       --out "$out" --coordinator "127.0.0.1:$port" --num-processes "$gpus" --process-id $p \
       --devices-per-node $((gpus / 2)) "$@" > "$logs/$what.$p.log" 2>&1 &
   done

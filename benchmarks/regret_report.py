@@ -52,7 +52,7 @@ class Pick:
 
 
 def picks(compared: Sequence[Compared]) -> list[Pick]:
-    """One for each case, in the order of their first setting."""
+    """One for each case, by size and accumulation."""
     cases: dict[Case, list[Compared]] = {}
     for each in compared:
         cases.setdefault((each.setting.size, each.setting.accumulation), []).append(each)
@@ -63,7 +63,7 @@ def picks(compared: Sequence[Compared]) -> list[Pick]:
             pick=min((m for m in members if m.default), key=lambda m: m.predicted_s),
             best=min(members, key=lambda m: m.step_s),
         )
-        for case, members in cases.items()
+        for case, members in sorted(cases.items())
         if any(m.default for m in members)
     ]
 
@@ -222,7 +222,7 @@ def plot(compared: Sequence[Compared], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     strategies = list(dict.fromkeys(each.setting.strategy for each in compared))
-    cases = list(dict.fromkeys((each.setting.size, each.setting.accumulation) for each in compared))
+    cases = sorted({(each.setting.size, each.setting.accumulation) for each in compared})
     markers = "osD^v<>pPX*hd1+x"
     for each in compared:
         axes.plot(

@@ -1,0 +1,102 @@
+"""The arithmetic of `benchmarks/regret.py`: what is measured next, and what the report says of it."""
+
+import math
+import pathlib
+import sys
+
+import pytest
+
+from amsp_jax.strategy import DataRanks, all_degrees
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "benchmarks"))
+
+from regret_report import Compared, picks, repeats  # noqa: E402
+from regret_settings import NUM_BEST, Setting, append_row, fastest, next_setting, read_rows, schedule  # noqa: E402
+
+RANKS = DataRanks(2, 2)
+STRATEGIES = [str(degrees) for degrees in all_degrees(RANKS)]
+
+
+def row(setting, step_s=1.0):
+    return {**vars(setting), "step_s": step_s}
+
+
+def measured_all(step_s):
+    """The first two rounds, each strategy at the time that `step_s` gives for its number."""
+    return [
+        row(Setting("wide", accumulation, strategy), step_s(i) * accumulation)
+        for accumulation in (1, 4)
+        for i, strategy in enumerate(STRATEGIES)
+    ]
+
+
+def test_every_strategy_comes_first_and_states_grow():
+    settings = list(schedule([], RANKS, ["wide", "narrow"]))
+    assert [s.accumulation for s in settings] == [1] * 16 + [4] * 16
+    assert {s.strategy for s in settings[:16]} == set(STRATEGIES)
+    assert settings[0].strategy == "params=2x2 grads=2x2 opt_state=2x2"
+    assert settings[15].strategy == "params=1x1 grads=1x1 opt_state=1x1"
+
+
+def test_the_fastest_go_on():
+    rows = measured_all(lambda i: 1.0 + i)
+    best = STRATEGIES[:NUM_BEST]
+    assert fastest(rows, "wide")[:NUM_BEST] == best
+    late = list(schedule(rows, RANKS, ["wide", "narrow"]))[32:]
+    assert late[:2] == [Setting("wide", 4, best[0], repeat=1), Setting("wide", 4, best[1], repeat=1)]
+    assert [(s.size, s.accumulation) for s in late[2::NUM_BEST]] == [
+        ("wide", 2), ("wide", 8), ("narrow", 1), ("narrow", 4),
+    ]  # fmt: skip
+
+
+def test_a_strategy_that_failed_is_not_among_the_fastest():
+    rows = measured_all(lambda i: 1.0 + i)
+    del rows[0]["step_s"]
+    assert STRATEGIES[0] not in fastest(rows, "wide")
+
+
+def test_measuring_resumes_after_the_last_whole_line(tmp_path):
+    path = tmp_path / "measured.jsonl"
+    assert read_rows(path) == []
+    first = next_setting([], RANKS, ["wide"])
+    append_row(path, row(first))
+    with path.open("a") as file:
+        file.write('{"size": "wi')
+    assert read_rows(path) == [row(first)]
+    second = next_setting(read_rows(path), RANKS, ["wide"])
+    assert second != first and second == list(schedule([], RANKS, ["wide"]))[1]
+
+
+def test_it_ends():
+    rows = measured_all(lambda i: 1.0 + i)
+    while setting := next_setting(rows, RANKS, ["wide"]):
+        rows.append(row(setting))
+    assert len(rows) == 32 + 2 + 2 * NUM_BEST
+
+
+def compared(strategy, step_s, predicted_s, default=True, accumulation=1):
+    setting = Setting("wide", accumulation, strategy)
+    return Compared(row(setting, step_s), setting, step_s, predicted_s, default)
+
+
+def test_regret_is_what_the_pick_costs_more():
+    first, second = picks(
+        [
+            compared("a", step_s=1.1, predicted_s=0.9),
+            compared("b", step_s=1.0, predicted_s=1.0),
+            # `plan` does not look at it, so it cannot be the pick, but it can be the fastest.
+            compared("c", step_s=2.0, predicted_s=0.1, default=False),
+            compared("a", step_s=3.0, predicted_s=3.0, accumulation=4),
+        ]
+    )
+    assert (first.pick.setting.strategy, first.best.setting.strategy, first.num_measured) == ("a", "b", 3)
+    assert math.isclose(first.regret, 0.1)
+    assert second.case == ("wide", 4) and second.regret == 0
+
+
+def test_error_and_noise():
+    assert math.isclose(compared("a", step_s=2.0, predicted_s=1.5).error, -0.25)
+    setting = Setting("wide", 4, "a")
+    again = Setting("wide", 4, "a", repeat=1)
+    [(found, change)] = repeats([row(setting, 2.0), row(again, 2.1)])
+    assert found == again and change == pytest.approx(0.05)
