@@ -123,9 +123,10 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Adds a line."""
+    """Adds a line, after one that was cut off, too."""
+    whole = not path.exists() or path.read_text().endswith("\n")
     with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write(("" if whole else "\n") + json.dumps(row) + "\n")
 
 
 def build(size: Size, attention: str) -> Model:

@@ -64,6 +64,8 @@ def test_measuring_resumes_after_the_last_whole_line(tmp_path):
         file.write('{"size": "wi')
     assert read_rows(path) == [row(first)]
     second = next_setting(read_rows(path), RANKS, ["wide"])
+    append_row(path, row(second))
+    assert read_rows(path) == [row(first), row(second)]
     assert second != first and second == list(schedule([], RANKS, ["wide"]))[1]
 
 
