@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from amsp_jax import cli, launch
-from amsp_jax.commands import calibrate, generate, plan
+from amsp_jax.commands import calibrate, compile, generate, plan
 
-COMMANDS = (plan, calibrate, generate)
+COMMANDS = (plan, calibrate, compile, generate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

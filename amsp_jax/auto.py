@@ -10,11 +10,12 @@ from pathlib import Path
 from amsp_jax.calibrate import ProgressLine, calibrated, running_cluster
 from amsp_jax.cluster import Cluster, differences, load_cluster
 from amsp_jax.config import TrainConfig
+from amsp_jax.errors import UserError
 from amsp_jax.job import optimizer_of
 from amsp_jax.launch import Layout, from_process_0
 from amsp_jax.metrics import TRAIN_FILE, read_rows
 from amsp_jax.model import Model
-from amsp_jax.planner import Space, Workload, report, search
+from amsp_jax.planner import NothingFits, Objective, Space, Workload, nothing_fits, report, search
 from amsp_jax.stack import Remat
 
 _TOP = 5
@@ -102,7 +103,11 @@ def _ranked(config: TrainConfig, model: Model, cluster: Cluster) -> dict:
         reduce_dtype=config.reduce_dtype,
         peel=config.peel,
     )
-    ranking = search(workload, cluster, Space(microbatches=(config.microbatch,), remats=(Remat(config.remat),)))
+    space = Space(microbatches=(config.microbatch,), remats=(Remat(config.remat),))
+    try:
+        ranking = search(workload, cluster, space)
+    except NothingFits:
+        raise UserError(nothing_fits(workload, cluster, space, Objective.STEP_TIME, cluster.memory_bytes)) from None
     lines = [report.ranking_table(ranking, _TOP), report.rejected_lines(ranking), report.why(ranking)]
     return {
         "strategy": str(ranking.best.candidate.degrees),

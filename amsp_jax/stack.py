@@ -50,7 +50,10 @@ def _is_fused_attention(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
-    return primitive.name != "all_gather" and params.get("name") != GATHERED
+    # A `gather` reaches the policy as one call, whose result would be saved whatever is named inside it.
+    body = params.get("call_jaxpr")
+    holds_gathered = body is not None and any(eqn.params.get("name") == GATHERED for eqn in body.eqns)
+    return primitive.name != "all_gather" and params.get("name") != GATHERED and not holds_gathered
 
 
 class Gather:

@@ -8,7 +8,7 @@ import pytest
 from amsp_jax.cluster import CLUSTERS, Link, Network, named_cluster
 from amsp_jax.errors import UserError
 from amsp_jax.optimizer import make_optimizer
-from amsp_jax.planner import Candidate, Reason, Scorer, Space, Workload, candidates, report, search
+from amsp_jax.planner import Candidate, Objective, Reason, Scorer, Space, Workload, candidates, report, search
 from amsp_jax.planner import scorer as scorer_module
 from amsp_jax.stack import Remat
 from amsp_jax.strategy import DataRanks, parse
@@ -138,7 +138,7 @@ def test_tables_have_a_line_each():
 
 
 def test_the_papers_objective_picks_the_papers_strategy():
-    """7B on 16 nodes of 8 A800, 8 microbatches, no recomputation, 80 GiB: P = G = 1x1, OS inside the node (Table IV)."""
+    """7B, 16 nodes of 8 A800, 8 microbatches, no recomputation, 80 GiB: P = G = 1x1, OS inside the node (Table IV)."""
     space = Space(microbatches=(1,), remats=(Remat.NONE,))
     ranking = search(workload(), named_cluster("a800", 16), space, Objective.PAPER, memory_bytes=80 * 2**30)
     best = ranking.best.candidate.degrees

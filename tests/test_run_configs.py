@@ -8,7 +8,7 @@ import pytest
 from amsp_jax import __main__ as tools
 from amsp_jax import cli
 from amsp_jax.checks import batch_shape
-from amsp_jax.commands import plan
+from amsp_jax.commands import workload
 from amsp_jax.planner import Space, search
 from amsp_jax.stack import Remat
 from models import MODELS
@@ -41,9 +41,9 @@ def test_the_file_fits_where_it_says(path):
     assert (args.model, args.nodes, args.cluster) == (config.model, int(nodes), device.lower())
     for name in ("global_batch", "seq_len", "microbatch", "remat", "reduce_dtype"):
         assert getattr(args, name) == getattr(config, name)
-    cluster = plan.cluster_of(args.cluster, args.nodes)
+    cluster = workload.cluster_of(args.cluster, args.nodes)
     space = Space(microbatches=(args.microbatch,), remats=(Remat(args.remat),))
-    best = search(plan.workload_of(args, cluster), cluster, space).best
+    best = search(workload.workload_of(args, cluster), cluster, space).best
     batch = batch_shape(config.global_batch, config.microbatch, cluster.num_devices, config.seq_len)
     assert best.accumulation == batch.accumulation
     assert f"Tokens: {batch.tokens / 1e6:.2f}M a step" in text

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from amsp_jax import absent, hlo
 from amsp_jax.checks import batch_shape
-from amsp_jax.commands.plan import add_workload, cluster_lines, cluster_of, workload_of
+from amsp_jax.commands.workload import add_workload, cluster_lines, cluster_of, workload_of
 from amsp_jax.cost.communication import step_collectives
 from amsp_jax.cost.memory import MemoryEstimate
 from amsp_jax.plan import make_plan

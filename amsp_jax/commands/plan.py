@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import math
 import os
 import sys
-import textwrap
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from amsp_jax.cluster import CLUSTERS, Cluster, compute_capability, load_cluster, named_cluster
+from amsp_jax import absent
+from amsp_jax.cluster import Cluster
+from amsp_jax.commands.compile import compile_candidate
+from amsp_jax.commands.compile import text as compile_text
+from amsp_jax.commands.workload import (
+    add_workload,
+    basis_lines,
+    check_count,
+    cluster_line,
+    cluster_of,
+    flag_of,
+    longest_sequence,
+    model_overrides,
+    workload_of,
+)
 from amsp_jax.errors import UserError
-from amsp_jax.model import Model
-from amsp_jax.optimizer import OPTIMIZERS, make_optimizer
-from amsp_jax.planner import Candidate, Estimate, Objective, Ranking, Scorer, Space, Workload, report, search
+from amsp_jax.planner import (
+    Candidate,
+    NothingFits,
+    Objective,
+    Ranking,
+    Scorer,
+    Space,
+    Workload,
+    nothing_fits,
+    report,
+    search,
+)
 from amsp_jax.planner.pictures import best_by_size, plot_best
-from amsp_jax.planner.remedy import nothing_fits
-from amsp_jax.planner.report.text import WIDTH
 from amsp_jax.stack import Remat
 from amsp_jax.strategy import parse
-from models.layers import choose_attention
-from models.registry import MODELS, build_model, model_config
+from models.registry import MODELS
 
 SEARCHED = ("microbatch", "remat")
 _MICROBATCHES = (1, 2, 4, 8, 16)
@@ -47,25 +64,12 @@ def add_parser(commands: Any) -> None:
     plan.add_argument("--any-nodes", action="store_true", help="also strategies that span nodes before they fill one")
     plan.add_argument("--top", type=int, default=10, metavar="N", help="lines of the table (default: %(default)s)")
     plan.add_argument("--explain", metavar="STRATEGY", help="one strategy in full: memory, streams, every collective")
+    plan.add_argument(
+        "--verify", type=int, metavar="N", help="compile the N best for absent GPUs; needs the cuda extra"
+    )
     plan.add_argument("--plot", type=Path, metavar="PNG", help="best MFU and strategy by model size and nodes")
     plan.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
     plan.set_defaults(run=run)
-
-
-def add_workload(parser: argparse.ArgumentParser) -> None:
-    """Adds what is trained and where: the arguments that `plan` and `compile` share."""
-    parser.add_argument("--model", required=True, help="a name of the configs, such as llama-7b")
-    parser.add_argument("--model-overrides", default="{}", metavar="DICT", help="fields to change, {'num_layers': 8}")
-    parser.add_argument(
-        "--cluster", required=True, help=f"{', '.join(CLUSTERS)}, or a file of `python -m amsp_jax calibrate`"
-    )
-    parser.add_argument("--nodes", type=int, help="nodes; those of the file, or 1, if left out")
-    parser.add_argument("--global-batch", type=int, required=True, help="sequences a step, over all devices")
-    parser.add_argument("--seq-len", type=int, default=4096, help="tokens of a sequence (default: %(default)s)")
-    parser.add_argument("--microbatch", type=int, default=1, help="sequences a device computes at once (default: 1)")
-    parser.add_argument("--remat", default="projections", choices=list(Remat), help="(default: %(default)s)")
-    parser.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS), help="(default: %(default)s)")
-    parser.add_argument("--reduce-dtype", default="float32", choices=("float32", "bfloat16"))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -75,6 +79,8 @@ def run(args: argparse.Namespace) -> None:
       UserError: an unknown model, cluster or strategy; a number out of range; nothing fits.
     """
     _check(args)
+    if args.verify:
+        absent.stay_off_devices()
     cluster = cluster_of(args.cluster, args.nodes)
     workload = workload_of(args, cluster)
     _check_batch(args, cluster)
@@ -84,101 +90,20 @@ def run(args: argparse.Namespace) -> None:
         _rank(args, workload, cluster)
 
 
-def cluster_of(name: str, nodes: int | None) -> Cluster:
-    """A preset, or a file's cluster; with this number of nodes.
-
-    Raises:
-      UserError: neither a preset nor a file; a broken file; fewer than one node.
-    """
-    if nodes is not None and nodes < 1:
-        raise UserError(f"--nodes {nodes}: nodes count from 1; leave it out for those of the file, or for 1")
-    if name.endswith(".json") or Path(name).is_file():
-        cluster = load_cluster(Path(name))
-        return cluster if nodes is None else cluster.with_nodes(nodes)
-    return named_cluster(name, 1 if nodes is None else nodes)
-
-
-def workload_of(args: argparse.Namespace, cluster: Cluster) -> Workload:
-    """What the arguments of `add_workload` describe, with the attention that the cluster's devices will run.
-
-    Raises:
-      UserError: an unknown model or override; a number below 1; a sequence longer than the model's maximum.
-    """
-    for flag in ("global_batch", "seq_len", "microbatch"):
-        _check_count(args, flag)
-    overrides = _overrides(args.model_overrides)
-    longest = _longest(args.model, overrides)
-    if args.seq_len > longest:
-        raise UserError(
-            f"--seq-len {args.seq_len}: {args.model} has positions for {longest} tokens; shorten it, or give "
-            f"--model-overrides \"{{'max_seq_len': {args.seq_len}}}\""
-        )
-    return Workload(
-        model=planned_model(args.model, overrides, cluster),
-        optimizer=make_optimizer(args.optimizer, 1e-4, weight_decay=0.1, clip_norm=1.0),
-        global_batch=args.global_batch,
-        seq_len=args.seq_len,
-        reduce_dtype=args.reduce_dtype,
-    )
-
-
-def planned_model(name: str, overrides: Mapping[str, Any], cluster: Cluster) -> Model:
-    """A named model as `train.py` would build it on the devices of a cluster."""
-    head_dim = model_config(name, overrides).head_dim
-    capability = compute_capability(cluster.device_kind)
-    platform = "cuda" if capability else "other"
-    attention = choose_attention(platform, capability, head_dim, "bfloat16")
-    return build_model(name, overrides, attention=attention.implementation)
-
-
-def cluster_lines(cluster: Cluster) -> list[str]:
-    """The cluster, and what its numbers stand on."""
-    return [_cluster_line(cluster), *_basis_lines(cluster)]
-
-
-def _cluster_line(cluster: Cluster) -> str:
-    when = f", measured {cluster.date}" if cluster.date else ""
-    return (
-        f"cluster {cluster.name}: {cluster.num_nodes} x {cluster.devices_per_node} {cluster.device_kind}, "
-        f"{cluster.memory_bytes / 2**30:.1f} GiB usable of each{when}"
-    )
-
-
-def _basis_lines(cluster: Cluster, best: Estimate | None = None) -> list[str]:
-    """Where the numbers come from, and what is assumed, of the best strategy's collectives too."""
-    lines = [f"source: {cluster.source}", *(f"assumed: {line}" for line in cluster.assumptions)]
-    if best and best.unmeasured:
-        lines.append(f"not measured, but used by the first: {', '.join(best.unmeasured)}")
-    return [text for line in lines for text in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
-
-
-def _overrides(text: str) -> Mapping[str, Any]:
-    try:
-        overrides = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        overrides = None
-    if not isinstance(overrides, dict):
-        raise UserError(f"--model-overrides {text!r} is no dictionary; write \"{{'num_layers': 8}}\"")
-    return overrides
-
-
-def _longest(model: str, overrides: Mapping[str, Any]) -> float:
-    """Tokens of the longest sequence; infinite for a model without a table of positions."""
-    return getattr(model_config(model, overrides), "max_seq_len", math.inf)
-
-
 def _check(args: argparse.Namespace) -> None:
     """What needs neither model nor cluster."""
-    _check_count(args, "top")
+    check_count(args, "top")
+    if args.verify is not None:
+        check_count(args, "verify")
     if args.memory_limit is not None and not 0 < args.memory_limit < math.inf:
         raise UserError(f"--memory-limit {args.memory_limit:g}: GiB of a device, more than 0, such as 70")
     for name in _searched(args):
         if name not in SEARCHED:
             raise UserError(f"--search {args.search}: {name!r} is unknown; one or both of {','.join(SEARCHED)}")
     if args.explain:
-        for flag in ("search", "plot", "any_nodes"):
+        for flag in ("search", "plot", "any_nodes", "verify"):
             if getattr(args, flag):
-                raise UserError(f"--explain is of one strategy, on which {_flag(flag)} has no effect; leave one out")
+                raise UserError(f"--explain is of one strategy, on which {flag_of(flag)} has no effect; leave one out")
         if args.objective != Objective.STEP_TIME:
             raise UserError("--explain tells the step time and nothing of --objective paper; leave one out")
     if args.plot:
@@ -193,15 +118,6 @@ def _check_picture(path: Path) -> None:
         raise UserError(f"--plot {path}: {problem}; name a file in a folder of yours")
     if path.suffix.lower() not in _PICTURES:
         raise UserError(f"--plot {path}: draws {', '.join(_PICTURES)}; name it heat.png")
-
-
-def _check_count(args: argparse.Namespace, flag: str) -> None:
-    if (value := getattr(args, flag)) < 1:
-        raise UserError(f"{_flag(flag)} {value}: it counts from 1")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _check_batch(args: argparse.Namespace, cluster: Cluster) -> None:
@@ -253,7 +169,7 @@ def _context(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
     """What was asked, and what the numbers stand on, as JSON."""
     return {
         "model": args.model,
-        "model_overrides": _overrides(args.model_overrides),
+        "model_overrides": model_overrides(args.model_overrides),
         **{name: getattr(args, name) for name in ("global_batch", "seq_len", "optimizer", "reduce_dtype")},
         "cluster": {
             "name": cluster.name,
@@ -270,14 +186,16 @@ def _context(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
 def _rank(args: argparse.Namespace, workload: Workload, cluster: Cluster) -> None:
     space, objective, limit = _space(args), Objective(args.objective), _limit(args, cluster)
     out = sys.stderr if args.json else sys.stdout
-    Scorer(workload, cluster)  # Raises where the cluster has no rates, so that memory is all that search can miss.
     try:
         ranking = search(workload, cluster, space, objective, limit)
-    except UserError:
+    except NothingFits:
         raise UserError(nothing_fits(workload, cluster, space, objective, limit)) from None
     print(_text(args, ranking, cluster), file=out, flush=True)
     if args.json:
         print(json.dumps({**report.as_json(ranking), **_context(args, cluster)}, indent=1))
+    for estimate in ranking.ranked[: args.verify or 0]:
+        step = compile_candidate(Scorer(workload, cluster), estimate.candidate)
+        print(f"\n{compile_text(step)}", file=out, flush=True)
     if args.plot:
         _plot(args, workload, cluster)
         print(f"\npicture: {args.plot}", file=out)
@@ -286,12 +204,12 @@ def _rank(args: argparse.Namespace, workload: Workload, cluster: Cluster) -> Non
 def _text(args: argparse.Namespace, ranking: Ranking, cluster: Cluster) -> str:
     return "\n\n".join(
         [
-            f"{_asked(args)}\n{_cluster_line(cluster)}",
+            f"{_asked(args)}\n{cluster_line(cluster)}",
             report.ranking_table(ranking, args.top),
             report.rejected_lines(ranking),
             report.why(ranking),
             "\n".join(["for a gin file:", *report.gin_lines(ranking.best)]),
-            "\n".join(_basis_lines(cluster, ranking.best)),
+            "\n".join(basis_lines(cluster, ranking.best)),
         ]
     )
 
@@ -300,8 +218,8 @@ def _explain(args: argparse.Namespace, workload: Workload, cluster: Cluster) -> 
     candidate = Candidate(parse(args.explain).resolve(cluster.ranks), args.microbatch, Remat(args.remat))
     scorer, limit = Scorer(workload, cluster), _limit(args, cluster)
     estimate, costs = scorer.estimate(candidate, record=True), scorer.message_costs(candidate)
-    text = f"{_asked(args)}\n{_cluster_line(cluster)}\n\n{report.explanation(estimate, costs, limit)}\n"
-    print(text, *_basis_lines(cluster), sep="\n", file=sys.stderr if args.json else sys.stdout)
+    text = f"{_asked(args)}\n{cluster_line(cluster)}\n\n{report.explanation(estimate, costs, limit)}\n"
+    print(text, *basis_lines(cluster), sep="\n", file=sys.stderr if args.json else sys.stdout)
     if args.json:
         print(json.dumps({**report.explanation_json(estimate, costs, limit), **_context(args, cluster)}, indent=1))
 
@@ -332,7 +250,7 @@ def _family(model: str) -> list[str]:
 
 def _sibling(args: argparse.Namespace, name: str, cluster: Cluster) -> Workload:
     """The same job with another model, and with its longest sequence if that is shorter."""
-    seq_len = int(min(args.seq_len, _longest(name, {})))
+    seq_len = int(min(args.seq_len, longest_sequence(name, {})))
     return workload_of(
         argparse.Namespace(**{**vars(args), "model": name, "model_overrides": "{}", "seq_len": seq_len}), cluster
     )

@@ -1,7 +1,8 @@
 """Every strategy for a model on a cluster, ranked: what fits, how long its step takes, why the others do not do."""
 
+from amsp_jax.planner.remedy import nothing_fits
 from amsp_jax.planner.scorer import MessageCost, Scorer
-from amsp_jax.planner.search import candidates, search
+from amsp_jax.planner.search import NothingFits, candidates, search
 from amsp_jax.planner.types import (
     Candidate,
     Estimate,
@@ -18,6 +19,7 @@ __all__ = [
     "Candidate",
     "Estimate",
     "MessageCost",
+    "NothingFits",
     "Objective",
     "Ranking",
     "Reason",
@@ -26,6 +28,7 @@ __all__ = [
     "Space",
     "Workload",
     "candidates",
+    "nothing_fits",
     "search",
     "strategy_of",
 ]

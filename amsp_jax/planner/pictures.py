@@ -17,8 +17,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter
 
 from amsp_jax.cluster import Cluster
-from amsp_jax.errors import UserError
-from amsp_jax.planner.search import search
+from amsp_jax.planner.search import NothingFits, search
 from amsp_jax.planner.types import Estimate, Objective, Space, Workload
 
 _COLORS = "YlGnBu"
@@ -80,7 +79,7 @@ def _best(
 ) -> Estimate | None:
     try:
         return search(workload, cluster, space, objective, memory_bytes).best
-    except UserError:
+    except NothingFits:
         # The batch divides on every number of nodes if it does on one, so that memory is left as the reason.
         return None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from amsp_jax.cluster import Cluster
+from amsp_jax.cost.communication import Phase
 from amsp_jax.cost.papers import amsp
 from amsp_jax.errors import UserError
 from amsp_jax.planner.scorer import Scorer
@@ -22,8 +23,11 @@ from amsp_jax.planner.types import (
     Space,
     Workload,
 )
-from amsp_jax.stack import Remat
-from amsp_jax.strategy import all_degrees
+from amsp_jax.strategy import Degrees, all_degrees
+
+
+class NothingFits(UserError):
+    """Every candidate needs more memory than a device has; `remedy.nothing_fits` says what would help."""
 
 
 def search(
@@ -43,46 +47,61 @@ def search(
       memory_bytes: of one device; the cluster's if None.
 
     Raises:
-      UserError: nothing fits; the message says by how much the nearest misses and what would make it fit.
+      NothingFits: every candidate is too large; the message says by how much the nearest misses.
+      UserError: the global batch does not divide, or the cluster has no network or rates.
     """
     limit = memory_bytes or cluster.memory_bytes
     scorer = Scorer(workload, cluster, objective)
     ranked: list[Estimate] = []
     rejected: list[Rejection] = []
-    for candidate in candidates(cluster, space):
-        if rejection := _refuse(candidate, workload, space, objective) or _too_large(scorer, candidate, limit):
-            rejected.append(rejection)
-        else:
-            ranked.append(scorer.estimate(candidate))
+    for degrees in all_degrees(cluster.ranks):
+        reason = _outside(degrees, space, objective)
+        for candidate in _points(degrees, space):
+            if rejection := _refuse(candidate, reason, workload) or _too_large(scorer, candidate, limit):
+                rejected.append(rejection)
+            else:
+                ranked.append(scorer.estimate(candidate))
     if not ranked:
-        raise UserError(_nothing_fits(rejected, workload, cluster, space, limit))
+        raise _misfit(rejected, workload, cluster, space)
     return Ranking(
-        # Of equal times the one that leaves more memory.
-        ranked=tuple(sorted(ranked, key=lambda e: (e.objective_s, e.memory.total))),
+        ranked=tuple(sorted(ranked, key=_order)),
         rejected=tuple(rejected),
         memory_bytes=limit,
         objective=objective,
     )
 
 
+def _order(estimate: Estimate) -> tuple[float, float, int]:
+    """Of equal objectives the one with less to reduce in every microbatch, then the one of less memory."""
+    return round(estimate.objective_s, 6), estimate.terms_s[Phase.REDUCE], estimate.memory.total
+
+
 def candidates(cluster: Cluster, space: Space) -> Iterator[Candidate]:
     """Every point, unfiltered."""
     for degrees in all_degrees(cluster.ranks):
-        for microbatch in space.microbatches:
-            for remat in space.remats:
-                yield Candidate(degrees, microbatch, remat)
+        yield from _points(degrees, space)
 
 
-def _refuse(candidate: Candidate, workload: Workload, space: Space, objective: Objective) -> Rejection | None:
-    """What needs no look at the model."""
-    degrees = candidate.degrees
+def _points(degrees: Degrees, space: Space) -> Iterator[Candidate]:
+    for microbatch in space.microbatches:
+        for remat in space.remats:
+            yield Candidate(degrees, microbatch, remat)
+
+
+def _outside(degrees: Degrees, space: Space, objective: Objective) -> Reason | None:
+    """Why a strategy is not looked at, whatever its microbatch."""
     if space.fill_nodes and degrees.warnings:
-        return Rejection(candidate, Reason.NODE_NOT_FULL)
+        return Reason.NODE_NOT_FULL
     if objective is Objective.PAPER and not amsp.in_space(degrees):
-        return Rejection(candidate, Reason.NOT_IN_PAPER)
-    if workload.global_batch % (candidate.microbatch * degrees.ranks.total):
-        return Rejection(candidate, Reason.BATCH)
+        return Reason.NOT_IN_PAPER
     return None
+
+
+def _refuse(candidate: Candidate, reason: Reason | None, workload: Workload) -> Rejection | None:
+    """What needs no look at the model."""
+    if reason is None and workload.global_batch % (candidate.microbatch * candidate.degrees.ranks.total):
+        reason = Reason.BATCH
+    return Rejection(candidate, reason) if reason else None
 
 
 def _too_large(scorer: Scorer, candidate: Candidate, limit: int) -> Rejection | None:
@@ -90,34 +109,15 @@ def _too_large(scorer: Scorer, candidate: Candidate, limit: int) -> Rejection | 
     return Rejection(candidate, Reason.MEMORY, missing) if missing > 0 else None
 
 
-def _nothing_fits(rejected: list[Rejection], workload: Workload, cluster: Cluster, space: Space, limit: int) -> str:
+def _misfit(rejected: list[Rejection], workload: Workload, cluster: Cluster, space: Space) -> UserError:
     ranks = cluster.ranks.total
-    too_large = [r for r in rejected if r.reason is Reason.MEMORY]
-    if not too_large:
-        return (
-            f"GLOBAL_BATCH={workload.global_batch} divides by no MICROBATCH of "
-            f"{', '.join(map(str, space.microbatches))} x {ranks} data ranks; a multiple of {ranks} does with "
-            "MICROBATCH=1"
+    missing = [r.missing_bytes for r in rejected if r.reason is Reason.MEMORY]
+    if missing:
+        return NothingFits(
+            f"no strategy for {workload.model.name} fits on {ranks} {cluster.device_kind}: the nearest misses "
+            f"{min(missing) / 2**30:.1f} GiB a device"
         )
-    nearest = min(too_large, key=lambda r: r.missing_bytes)
-    point = nearest.candidate
-    return (
-        f"no strategy for {workload.model.name} fits on {cluster.num_nodes} nodes of {cluster.devices_per_node} "
-        f"{cluster.device_kind}: the nearest, {point.degrees} with microbatch {point.microbatch} and remat "
-        f"{point.remat}, needs {_gib(limit + nearest.missing_bytes)} of {_gib(limit)} a device, "
-        f"{_gib(nearest.missing_bytes)} too much; {_remedy(point, space)}"
+    return UserError(
+        f"GLOBAL_BATCH={workload.global_batch} divides by no MICROBATCH of {', '.join(map(str, space.microbatches))} x "
+        f"{ranks} data ranks; a multiple of {ranks} does with MICROBATCH=1"
     )
-
-
-def _remedy(point: Candidate, space: Space) -> str:
-    remedies = []
-    if point.microbatch > 1:
-        remedies.append("a smaller microbatch (--search microbatch)")
-    if Remat.FULL not in space.remats:
-        remedies.append("more rematerialisation (--remat full, or --search remat)")
-    remedies.append("more nodes, a shorter sequence or a smaller model would")
-    return ", ".join(remedies)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,133 @@
+"""What is trained and where: the arguments that `plan` and `compile` share, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import math
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from amsp_jax.cluster import CLUSTERS, Cluster, compute_capability, load_cluster, named_cluster
+from amsp_jax.errors import UserError
+from amsp_jax.model import Model
+from amsp_jax.optimizer import OPTIMIZERS, make_optimizer
+from amsp_jax.planner import Estimate, Workload
+from amsp_jax.planner.report.text import WIDTH
+from amsp_jax.stack import Remat
+from models.layers import choose_attention
+from models.registry import build_model, model_config
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    """Adds what is trained and where: the arguments that `plan` and `compile` share."""
+    parser.add_argument("--model", required=True, help="a name of the configs, such as llama-7b")
+    parser.add_argument("--model-overrides", default="{}", metavar="DICT", help="fields to change, {'num_layers': 8}")
+    parser.add_argument(
+        "--cluster", required=True, help=f"{', '.join(CLUSTERS)}, or a file of `python -m amsp_jax calibrate`"
+    )
+    parser.add_argument("--nodes", type=int, help="nodes; those of the file, or 1, if left out")
+    parser.add_argument("--global-batch", type=int, required=True, help="sequences a step, over all devices")
+    parser.add_argument("--seq-len", type=int, default=4096, help="tokens of a sequence (default: %(default)s)")
+    parser.add_argument("--microbatch", type=int, default=1, help="sequences a device computes at once (default: 1)")
+    parser.add_argument("--remat", default="projections", choices=list(Remat), help="(default: %(default)s)")
+    parser.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS), help="(default: %(default)s)")
+    parser.add_argument("--reduce-dtype", default="float32", choices=("float32", "bfloat16"))
+
+
+def cluster_of(name: str, nodes: int | None) -> Cluster:
+    """A preset, or a file's cluster; with this number of nodes.
+
+    Raises:
+      UserError: neither a preset nor a file; a broken file; fewer than one node.
+    """
+    if nodes is not None and nodes < 1:
+        raise UserError(f"--nodes {nodes}: nodes count from 1; leave it out for those of the file, or for 1")
+    if name.endswith(".json") or Path(name).is_file():
+        cluster = load_cluster(Path(name))
+        return cluster if nodes is None else cluster.with_nodes(nodes)
+    return named_cluster(name, 1 if nodes is None else nodes)
+
+
+def workload_of(args: argparse.Namespace, cluster: Cluster) -> Workload:
+    """What the arguments of `add_workload` describe, with the attention that the cluster's devices will run.
+
+    Raises:
+      UserError: an unknown model or override; a number below 1; a sequence longer than the model's maximum.
+    """
+    for flag in ("global_batch", "seq_len", "microbatch"):
+        check_count(args, flag)
+    overrides = model_overrides(args.model_overrides)
+    longest = longest_sequence(args.model, overrides)
+    if args.seq_len > longest:
+        raise UserError(
+            f"--seq-len {args.seq_len}: {args.model} has positions for {longest} tokens; shorten it, or give "
+            f"--model-overrides \"{{'max_seq_len': {args.seq_len}}}\""
+        )
+    return Workload(
+        model=planned_model(args.model, overrides, cluster),
+        optimizer=make_optimizer(args.optimizer, 1e-4, weight_decay=0.1, clip_norm=1.0),
+        global_batch=args.global_batch,
+        seq_len=args.seq_len,
+        reduce_dtype=args.reduce_dtype,
+    )
+
+
+def planned_model(name: str, overrides: Mapping[str, Any], cluster: Cluster) -> Model:
+    """A named model as `train.py` would build it on the devices of a cluster."""
+    head_dim = model_config(name, overrides).head_dim
+    capability = compute_capability(cluster.device_kind)
+    platform = "cuda" if capability else "other"
+    attention = choose_attention(platform, capability, head_dim, "bfloat16")
+    return build_model(name, overrides, attention=attention.implementation)
+
+
+def cluster_lines(cluster: Cluster) -> list[str]:
+    """The cluster, and what its numbers stand on."""
+    return [cluster_line(cluster), *basis_lines(cluster)]
+
+
+def cluster_line(cluster: Cluster) -> str:
+    """One line."""
+    when = f", measured {cluster.date}" if cluster.date else ""
+    return (
+        f"cluster {cluster.name}: {cluster.num_nodes} x {cluster.devices_per_node} {cluster.device_kind}, "
+        f"{cluster.memory_bytes / 2**30:.1f} GiB usable of each{when}"
+    )
+
+
+def basis_lines(cluster: Cluster, best: Estimate | None = None) -> list[str]:
+    """Where the numbers come from, and what is assumed, of the best strategy's collectives too."""
+    lines = [f"source: {cluster.source}", *(f"assumed: {line}" for line in cluster.assumptions)]
+    if best and best.unmeasured:
+        lines.append(f"not measured, but used by the first: {', '.join(best.unmeasured)}")
+    return [text for line in lines for text in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
+
+
+def model_overrides(text: str) -> Mapping[str, Any]:
+    """The dictionary of `--model-overrides`."""
+    try:
+        overrides = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        overrides = None
+    if not isinstance(overrides, dict):
+        raise UserError(f"--model-overrides {text!r} is no dictionary; write \"{{'num_layers': 8}}\"")
+    return overrides
+
+
+def longest_sequence(model: str, overrides: Mapping[str, Any]) -> float:
+    """Tokens of the longest sequence; infinite for a model without a table of positions."""
+    return getattr(model_config(model, overrides), "max_seq_len", math.inf)
+
+
+def check_count(args: argparse.Namespace, flag: str) -> None:
+    """Raises UserError unless the argument is at least 1."""
+    if (value := getattr(args, flag)) < 1:
+        raise UserError(f"{flag_of(flag)} {value}: it counts from 1")
+
+
+def flag_of(name: str) -> str:
+    """`--seq-len` of `seq_len`."""
+    return "--" + name.replace("_", "-")
