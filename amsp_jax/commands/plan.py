@@ -42,7 +42,7 @@ from amsp_jax.planner import (
 from amsp_jax.planner.pictures import best_by_size, plot_best
 from amsp_jax.stack import Remat
 from amsp_jax.strategy import parse
-from models.registry import MODELS
+from models.registry import MODELS, build_model
 
 SEARCHED = ("microbatch", "remat")
 _MICROBATCHES = (1, 2, 4, 8, 16)
