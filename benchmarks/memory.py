@@ -1,6 +1,6 @@
 """Peak memory as `cost.memory` predicts it, beside what XLA:GPU compiles the same step to, for GPUs that are not there.
 
-    python benchmarks/memory.py --compile_for h200.txtpb --results memory.jsonl
+    python benchmarks/memory.py --compile_for h200 --results memory.jsonl
 
 Compiles each setting that is not in the file yet with `train_step.py`, 10 to 40 s each, then prints the table.
 Without --compile_for it prints the table of what is there.
@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax.numpy as jnp
 
+from amsp_jax import absent
 from amsp_jax.cost import memory
 from amsp_jax.cost.sketch import Sketch
 from amsp_jax.cost.trace import ModelTrace, trace_model
@@ -107,18 +108,18 @@ SETTINGS = [
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--compile_for", type=Path, help="XLA device description")
+    p.add_argument("--compile_for", choices=absent.TARGETS, help="what to compile for, where results are missing")
     p.add_argument("--results", type=Path, required=True, help="JSON lines, appended to")
     p.add_argument("--python", default=sys.executable, help="an interpreter with jax's CUDA plugin")
     args = p.parse_args()
     if args.compile_for:
         for setting in SETTINGS:
             if setting not in compiled(args.results):
-                append(args.results, setting, compile_setting(setting, args.python, args.compile_for.resolve()))
+                append(args.results, setting, compile_setting(setting, args.python, args.compile_for))
     print("\n".join(table(compiled(args.results))))
 
 
-def compile_setting(setting: Setting, python: str, target: Path) -> dict[str, Any]:
+def compile_setting(setting: Setting, python: str, target: str) -> dict[str, Any]:
     """What `train_step.py` prints of it."""
     flags = [f"--{name}={value}" for name, value in setting.flags.items()]
     command = [python, "benchmarks/train_step.py", f"--compile_for={target}", *flags]
