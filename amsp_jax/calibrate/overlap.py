@@ -16,13 +16,16 @@ from amsp_jax.calibrate.programs import Array, Body, filled, group_mesh, repeate
 from amsp_jax.cluster.rates import MatmulPoint
 from amsp_jax.strategy import Degree
 
-# Products that make no headway at all beside a collective would have an infinite slowdown.
-_MAX_SLOWDOWN = 10.0
+# Of the gather's time. Products that add more to it had no headway beside it: the scheduler put one after the other,
+# which says nothing of how they share a device.
+_MAX_ADDED_SHARE = 0.5
 _MAX_PAIRS = 8
 
 
 def overlap_slowdown(bench: Workbench, table: Table, products: Iterable[MatmulPoint], dtype: str) -> float | None:
-    """Seconds of products while an all-gather runs, over their seconds alone; at least 1, None if nothing fits.
+    """Seconds of products while an all-gather runs, over their seconds alone; at least 1.
+
+    None if nothing fits, and if they did not run at once.
 
     A gather of Tc seconds runs beside products of T >= 2 Tc, so that the products hide it wherever the scheduler
     starts it. They advance by Tc / s in that time, and the rest comes after: T' = Tc + (T - Tc / s).
@@ -70,7 +73,13 @@ def _trials(table: Table, products: Iterable[MatmulPoint], dtype: str, payload: 
                 yield _Trial(group, gather_s, num_pairs, pair_s, factors + message)
 
 
-def _slowdown(bench: Workbench, trial: _Trial) -> float:
+def slowdown_of(alone_s: float, beside_s: float, gather_s: float) -> float | None:
+    """From seconds of products alone, of products and gather, and of the gather alone; None of a serial schedule."""
+    added_share = max(beside_s - alone_s, 0.0) / gather_s
+    return None if added_share > _MAX_ADDED_SHARE else 1 / (1 - added_share)
+
+
+def _slowdown(bench: Workbench, trial: _Trial) -> float | None:
     mesh = group_mesh(bench.machine, trial.group)
 
     def measure(label: str, body: Body, arrays: list[Array], predicted_s: float) -> float:
@@ -80,8 +89,7 @@ def _slowdown(bench: Workbench, trial: _Trial) -> float:
     alone_s = measure("products alone", _products(trial.num_pairs), trial.arrays[:3], trial.num_pairs * trial.pair_s)
     beside = _products_beside_gather(trial.num_pairs, trial.group)
     beside_s = measure("products beside an all-gather", beside, trial.arrays, alone_s + trial.gather_s)
-    added_s = max(beside_s - alone_s, 0.0)
-    return 1 / max(1 - added_s / trial.gather_s, 1 / _MAX_SLOWDOWN)
+    return slowdown_of(alone_s, beside_s, trial.gather_s)
 
 
 def _products(num_pairs: int) -> Body:
