@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import gc
 import os
 import shutil
 import statistics
@@ -68,8 +67,8 @@ def parse_args() -> argparse.Namespace:
     tables = commands.add_parser("calibrate", help="write DIR/cluster.json")
     tables.add_argument("--budget-s", type=float, default=calibrate.DEFAULT_BUDGET_S)
     tables.set_defaults(run=run_calibrate)
-    steps = commands.add_parser("measure", help="add to DIR/measured.jsonl what is not in it")
-    steps.add_argument("--budget-s", type=float, default=1e9, help="begin no setting that would end later")
+    steps = commands.add_parser("measure", help="add to DIR/measured.jsonl the next setting that is not in it")
+    steps.add_argument("--budget-s", type=float, default=1e9, help="begin nothing that would end later")
     steps.add_argument("--sizes", nargs="+", default=["wide", "narrow"], choices=SIZES)
     steps.add_argument("--resume-from", type=Path, help="rows of an earlier run, copied into DIR if it has none")
     steps.set_defaults(run=run_measure)
@@ -127,7 +126,10 @@ def run_report(args: argparse.Namespace) -> None:
 
 
 def run_measure(args: argparse.Namespace) -> None:
-    """One setting after the other; process 0 keeps the file and decides what is next, and when to stop."""
+    """The next setting alone: one before it would leave its communicators, and a training run has only its own.
+
+    Process 0 keeps the file and decides what is next. No new row means that nothing is left, or no time for it.
+    """
     begin = time.perf_counter()
     layout = set_up(args)
     ranks = DataRanks(layout.devices_per_node, layout.num_nodes)
@@ -135,23 +137,19 @@ def run_measure(args: argparse.Namespace) -> None:
 
     def choose() -> dict[str, Any] | None:
         setting = next_setting(read_rows(path), ranks, args.sizes)
-        late = time.perf_counter() - begin + expected_s(read_rows(path), setting) > args.budget_s
+        late = expected_s(read_rows(path), setting) > args.budget_s
         return None if setting is None or late else vars(setting)
 
     if layout.process_index == 0:
         args.out.mkdir(parents=True, exist_ok=True)
         if args.resume_from and not path.exists():
             shutil.copy(args.resume_from, path)
-    while chosen := launch.from_process_0(choose):
-        start = time.perf_counter()
+    if chosen := launch.from_process_0(choose):
         row = {**chosen, **measure(layout, ranks, Setting(**chosen))}
-        # Buffers and executables of one setting must be gone before the next.
-        gc.collect()
-        jax.clear_caches()
-        row["wall_s"] = round(time.perf_counter() - start, 1)
+        row["wall_s"] = round(time.perf_counter() - begin, 1)
         if layout.process_index == 0:
             append_row(path, row)
-            print(summary(row, time.perf_counter() - begin), flush=True)
+            print(summary(row), flush=True)
 
 
 def expected_s(rows: list[Row], setting: Setting | None) -> float:
@@ -160,10 +158,10 @@ def expected_s(rows: list[Row], setting: Setting | None) -> float:
     return max(alike or [row["wall_s"] for row in rows] or [FIRST_GUESS_S])
 
 
-def summary(row: Row, elapsed_s: float) -> str:
+def summary(row: Row) -> str:
     times = row.get("error") or f"{row['step_s'] * 1e3:8.1f} ms ({row['min_s'] * 1e3:.1f}, {row['max_s'] * 1e3:.1f})"
     return (
-        f"{elapsed_s:5.0f} s  {row['size']:6} x{row['accumulation']} {row['strategy']}: {times}, compiled in "
+        f"{row['size']:6} x{row['accumulation']} {row['strategy']}: {times}, compiled in "
         f"{row['compile_s']} s, all {row['wall_s']} s, peak {row['peak_bytes'] / 2**30:.2f} GiB"
     )
 

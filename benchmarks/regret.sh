@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # A host of GPUs as two nodes, one process a GPU: NCCL is told that the halves are different hosts, so that traffic
-# between them goes through sockets on loopback. Each process has CPUs of its own. Calibrates unless OUT/cluster.json is there, then measures.
-#   benchmarks/regret.sh OUT [arguments of regret.py measure]       BUDGET_S: of both together, seconds
+# between them goes through sockets on loopback. Each process has CPUs of its own. Calibrates unless
+# OUT/cluster.json is there, then measures one setting after the other, and goes on where an earlier call ended.
+#   benchmarks/regret.sh OUT [arguments of regret.py measure]       BUDGET_S: of everything, seconds
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=$1; shift
@@ -23,10 +24,16 @@ processes() {  # seconds, then arguments of regret.py
       --devices-per-node $((gpus / 2)) "$@" > "$logs/$what.$p.log" 2>&1 &
   done
   wait
-  tail -60 "$logs/$what.0.log"
+  tail -20 "$logs/$what.0.log"
   grep -hE '^[a-zA-Z_.]*(Error|Exception)' "$logs/$what".[1-9]*.log | cut -c1-300
 }
 
+rows() { cat "$out/measured.jsonl" 2>/dev/null | wc -l; }
+
 [ -s "$out/cluster.json" ] || processes 160 calibrate
-left=$((budget - SECONDS))
-processes "$left" measure --budget-s $((left - 15)) "$@"
+before=-1
+# A setting has processes of its own. One that adds no row has found none left or no time for it, or has failed.
+while left=$((budget - SECONDS)) && ((left > 20)) && now=$(rows) && ((now > before)); do
+  before=$now
+  processes "$left" measure --budget-s $((left - 15)) "$@"
+done
