@@ -24,6 +24,14 @@ ROOT = Path(__file__).parents[1]
 needs_plugin = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs the cuda extra: pip install -e '.[cuda]'"
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cpu_first():
+    """XLA reads its flags at the first compilation of a process; tests here change the variable."""
+    jax.block_until_ready(jax.jit(lambda x: x)(0))
+
+
 MODEL = build_model("llama-tiny", {"num_layers": 2, "hidden": 256, "ffn": 512}, attention="cudnn")
 
 

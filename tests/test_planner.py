@@ -8,7 +8,19 @@ import pytest
 from amsp_jax.cluster import CLUSTERS, Link, Network, named_cluster
 from amsp_jax.errors import UserError
 from amsp_jax.optimizer import make_optimizer
-from amsp_jax.planner import Candidate, Objective, Reason, Scorer, Space, Workload, candidates, report, search
+from amsp_jax.planner import (
+    Candidate,
+    NothingFits,
+    Objective,
+    Reason,
+    Scorer,
+    Space,
+    Workload,
+    candidates,
+    nothing_fits,
+    report,
+    search,
+)
 from amsp_jax.planner import scorer as scorer_module
 from amsp_jax.stack import Remat
 from amsp_jax.strategy import DataRanks, parse
@@ -87,8 +99,11 @@ def test_one_device_has_one_strategy():
 
 
 def test_nothing_fits_says_by_how_much_and_what_would():
-    with pytest.raises(UserError, match=r"no strategy for gpt-1t fits on 1 nodes.*GiB too much; .*more nodes"):
-        search(dataclasses.replace(workload("gpt-1t", 8), seq_len=2048), named_cluster("a800", 1), ONE)
+    job, cluster = dataclasses.replace(workload("gpt-1t", 8), seq_len=2048), named_cluster("a800", 1)
+    with pytest.raises(NothingFits, match="no strategy for gpt-1t fits on 8 NVIDIA A800.*misses [0-9.]+ GiB a device"):
+        search(job, cluster, ONE)
+    told = nothing_fits(job, cluster, ONE, Objective.STEP_TIME, cluster.memory_bytes)
+    assert "GiB too much" in told and ("It fits with" in told or "choose a smaller model" in told)
 
 
 def test_a_batch_that_does_not_divide():
