@@ -1,6 +1,9 @@
 """The real step compiles for GPUs that are not there; who lacks the compiler is told which command installs it."""
 
+import contextlib
+import functools
 import importlib.util
+import io
 import os
 import re
 import subprocess
@@ -26,10 +29,21 @@ needs_plugin = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cpu_first():
-    """XLA reads its flags at the first compilation of a process; tests here change the variable."""
-    jax.block_until_ready(jax.jit(lambda x: x)(0))
+def apart(check):
+    """The test in a process of its own: XLA reads its flags once, and the tests' are for the CPU alone."""
+
+    @functools.wraps(check)
+    def test():
+        code = f"import test_absent; test_absent.{check.__name__}.check()"
+        paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+        environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    test.check = check
+    return test
 
 
 MODEL = build_model("llama-tiny", {"num_layers": 2, "hidden": 256, "ffn": 512}, attention="cudnn")
@@ -58,8 +72,8 @@ def test_the_compiler_needs_no_cuda():
 
 
 @needs_plugin
-def test_a_step_compiles_for_four_absent_gpus(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "")
+@apart
+def test_a_step_compiles_for_four_absent_gpus():
     plan = tiny_plan()
     optimizer = make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
     compiled = absent.compile_step(MODEL, optimizer, plan, StepSettings(), (2, 4, 128))
@@ -75,7 +89,8 @@ def test_a_step_compiles_for_four_absent_gpus(monkeypatch):
 
 
 @needs_plugin
-def test_thresholds_take_effect_as_options_of_one_compilation(monkeypatch):
+@apart
+def test_thresholds_take_effect_as_options_of_one_compilation():
     plan, optimizer = tiny_plan(), make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
 
     def num_operations():
@@ -84,7 +99,7 @@ def test_thresholds_take_effect_as_options_of_one_compilation(monkeypatch):
 
     combined = num_operations()
     none = {name: "1" for name in xla_flags.combine_thresholds(MODEL, plan.degrees, "bfloat16", "float32")}
-    monkeypatch.setattr(xla_flags, "combine_thresholds", lambda *_: none)
+    xla_flags.combine_thresholds = lambda *_: none
     assert num_operations() > 3 * combined
 
 
@@ -131,13 +146,15 @@ def test_devices_without_a_target(kind):
 
 
 @needs_plugin
-def test_the_command_prints_xla_beside_the_planner(capsys):
+@apart
+def test_the_command_prints_xla_beside_the_planner():
     """Arguments and collectives are exact; memory and what hides a collective are shown."""
-    run(
-        "compile --model llama-tiny --model-overrides {'num_layers':2,'hidden':256,'ffn':512} --cluster h100 --nodes 2 "
-        "--strategy mics(8) --global-batch 32 --seq-len 128"
-    )
-    out = capsys.readouterr().out
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run(
+            "compile --model llama-tiny --model-overrides {'num_layers':2,'hidden':256,'ffn':512} --cluster h100 "
+            "--nodes 2 --strategy mics(8) --global-batch 32 --seq-len 128"
+        )
+    out = printed.getvalue()
     assert re.search(r"^arguments +([\d.]+) +\1 +[+-]0.0%$", out, re.MULTILINE)
     rows = re.findall(r"^(\S+) +(\S+) +(\w+) +(\d+) +([\d.]+) +([\d.]+)$", out, re.MULTILINE)
     assert {(kind, axes) for kind, axes, *_ in rows} == {

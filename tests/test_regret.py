@@ -10,7 +10,7 @@ from amsp_jax.strategy import DataRanks, all_degrees
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "benchmarks"))
 
-from regret_report import Compared, picks, repeats  # noqa: E402
+from regret_report import Compared, mixes_levels, picks, repeats  # noqa: E402
 from regret_settings import NUM_BEST, Setting, append_row, fastest, next_setting, read_rows, schedule  # noqa: E402
 
 RANKS = DataRanks(2, 2)
@@ -78,7 +78,7 @@ def test_it_ends():
 
 def compared(strategy, step_s, predicted_s, default=True, accumulation=1):
     setting = Setting("wide", accumulation, strategy)
-    return Compared(row(setting, step_s), setting, step_s, predicted_s, default)
+    return Compared(row(setting, step_s), setting, step_s, predicted_s, default, mixed=False)
 
 
 def test_regret_is_what_the_pick_costs_more():
@@ -102,3 +102,8 @@ def test_error_and_noise():
     again = Setting("wide", 4, "a", repeat=1)
     [(found, change)] = repeats([row(setting, 2.0), row(again, 2.1)])
     assert found == again and change == pytest.approx(0.05)
+
+
+def test_what_lies_inside_a_node_only_mixes_levels():
+    mixed = {strategy for strategy in STRATEGIES if mixes_levels(Setting("wide", 1, strategy).degrees(RANKS))}
+    assert mixed == {strategy for strategy in STRATEGIES if "2x1" in strategy} and len(mixed) == 6
