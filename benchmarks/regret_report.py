@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
 from regret_settings import COMPUTE_DTYPE, REDUCE_DTYPE, REMAT, Row, Setting, Size, build, optimizer, read_rows
 
 from amsp_jax.cluster import Cluster, load_cluster
 from amsp_jax.planner import Candidate, Estimate, Scorer, Workload
+from amsp_jax.strategy import Degrees
 
 Case = tuple[str, int]
 """Size and accumulation: what the strategies compete on."""
@@ -29,6 +31,9 @@ class Compared:
     predicted_s: float
     default: bool
     """Whether `plan` looks at it unasked: nodes are filled first."""
+
+    mixed: bool
+    """Whether something is sharded inside a node only, so that collectives run on both levels."""
 
     @property
     def error(self) -> float:
@@ -105,26 +110,48 @@ def estimates(rows: Sequence[Row], cluster: Cluster) -> Iterator[tuple[Row, Esti
         yield row, scorers[case].estimate(candidate)
 
 
-def write(folder: Path, out: Path) -> None:
-    """Writes `regret.md` and `regret.png` into `out`, and prints the former."""
-    rows, cluster = read_rows(folder / "measured.jsonl"), load_cluster(folder / "cluster.json")
-    both = list(estimates(rows, cluster))
-    compared = [
-        Compared(row, Setting.of(row), row["step_s"], estimate.step_s, not estimate.candidate.degrees.warnings)
+def mixes_levels(degrees: Degrees) -> bool:
+    """Whether a degree stays inside a node: some collectives run there, others between nodes."""
+    return any(d.inter == 1 and d.total > 1 for d in (degrees.params, degrees.grads, degrees.opt_state))
+
+
+def compare(both: Sequence[tuple[Row, Estimate]]) -> list[Compared]:
+    """What was measured for the first time, beside its prediction."""
+    return [
+        Compared(
+            row, Setting.of(row), row["step_s"], estimate.step_s,
+            default=not estimate.candidate.degrees.warnings,
+            mixed=mixes_levels(estimate.candidate.degrees),
+        )
         for row, estimate in both
         if not row["repeat"]
+    ]  # fmt: skip
+
+
+def write(folder: Path, out: Path) -> None:
+    """Writes `regret.md` and `regret.png` into `out`, and prints the former.
+
+    Of `folder`: `measured.jsonl` and `cluster.json`; `second.jsonl`, rows of another sitting, and `notes.md` if there.
+    """
+    cluster = load_cluster(folder / "cluster.json")
+    rows, second_rows = read_rows(folder / "measured.jsonl"), read_rows(folder / "second.jsonl")
+    both, second_both = list(estimates(rows, cluster)), list(estimates(second_rows, cluster))
+    first, second = compare(both), compare(second_both)
+    notes = folder / "notes.md"
+    parts = [
+        _heading(rows, cluster),
+        "## Regret\n\n" + _regret_table({"A": picks(first), "B": picks(second)}),
+        _summary(first, repeats(rows)),
+        "## Memory, in short\n\n" + _memory_summary([*both, *second_both]),
+        *([notes.read_text().strip()] if notes.exists() else []),
+        "## Step time, sitting A\n\n" + _times_table(both),
     ]
-    text = "\n\n".join(
-        [
-            _heading(rows, cluster),
-            _picks_table(picks(compared)),
-            _summary(compared, repeats(rows)),
-            "## Step time\n\n" + _times_table(both),
-            "## Memory\n\n" + _memory_table(both),
-        ]
-    )
+    if second:
+        parts.append("## Step time, sitting B beside A\n\n" + _sittings_table(first, second))
+    parts.append("## Memory, sitting A\n\n" + _memory_table(both))
+    text = "\n\n".join(parts)
     (out / "regret.md").write_text(text + "\n")
-    plot(compared, out / "regret.png")
+    plot({"A": first, "B": second}, out / "regret.png")
     print(text)
 
 
@@ -143,34 +170,74 @@ def _heading(rows: Sequence[Row], cluster: Cluster) -> str:
             f"{row['date']}; {cluster.source}. Made by `benchmarks/regret.sh` and `regret.py report`.",
             "",
             *(f"- {line}" for line in sizes.values()),
+            *(f"- {line}" for line in cluster.assumptions),
         ]
     )
 
 
-def _picks_table(found: Sequence[Pick]) -> str:
-    heads = ["model", "microbatches", "measured", "the planner's pick", "ms", "the fastest", "ms", "regret"]
+def _regret_table(sittings: Mapping[str, Sequence[Pick]]) -> str:
+    """The pick is among what was measured in the sitting, and so is the fastest."""
+    heads = ["sitting", "model", "microbatches", "measured", "the planner's pick", "ms", "the fastest", "ms", "regret"]
     return _table(
         heads,
         [
             [
-                p.case[0], str(p.case[1]), str(p.num_measured), p.pick.setting.strategy, _ms(p.pick.step_s),
+                sitting, p.case[0], str(p.case[1]), str(p.num_measured), p.pick.setting.strategy, _ms(p.pick.step_s),
                 p.best.setting.strategy, _ms(p.best.step_s), f"{p.regret:.1%}",
             ]
+            for sitting, found in sittings.items()
             for p in found
         ],
     )  # fmt: skip
 
 
 def _summary(compared: Sequence[Compared], twice: Sequence[tuple[Setting, float]]) -> str:
-    errors = [abs(each.error) for each in compared]
     spreads = [(each.row["max_s"] - each.row["min_s"]) / each.step_s for each in compared]
+    kinds = {
+        "no group inside a node only": [abs(each.error) for each in compared if not each.mixed],
+        "groups on both levels": [abs(each.error) for each in compared if each.mixed],
+    }
     lines = [
-        f"- {len(errors)} settings: median error of the predicted step time {statistics.median(errors):.1%}, "
-        f"largest {max(errors):.1%}.",
+        *(
+            f"- Sitting A, {kind}: {len(errors)} settings, error of the predicted step time "
+            f"{statistics.median(errors):.1%} (median), {max(errors):.1%} (largest)."
+            for kind, errors in kinds.items()
+            if errors
+        ),
         f"- Within a setting, slowest step less fastest, over the median: {statistics.median(spreads):.1%} (median).",
         *(f"- Measured again, {s.size} x{s.accumulation} {s.strategy}: {change:+.1%}." for s, change in twice),
     ]
     return "\n".join(lines)
+
+
+def _memory_summary(both: Sequence[tuple[Row, Estimate]]) -> str:
+    compiled = [e.memory.total / row["compiled_bytes"]["total"] - 1 for row, e in both]
+    device = [
+        e.memory.total / row["peak_bytes"] - 1 for row, e in both if row["peak_bytes"] > row["earlier_peak_bytes"]
+    ]
+    lines = [
+        f"- {what}, {len(errors)} settings: predicted is {min(errors):+.1%} to {max(errors):+.1%} off, "
+        f"{statistics.median(map(abs, errors)):.1%} (median)."
+        for what, errors in (("Against the compiled step", compiled), ("Against the device's peak", device))
+        if errors
+    ]
+    return "\n".join(lines)
+
+
+def _sittings_table(first: Sequence[Compared], second: Sequence[Compared]) -> str:
+    heads = ["model", "microbatches", "strategy", "predicted ms", "A, ms", "error", "B, ms", "error", "B over A"]
+    earlier = {each.setting: each for each in first}
+    lines = []
+    for each in second:
+        a = earlier.get(each.setting)
+        lines.append(
+            [
+                each.setting.size, str(each.setting.accumulation), each.setting.strategy, _ms(each.predicted_s),
+                _ms(a.step_s) if a else "", f"{a.error:+.1%}" if a else "", _ms(each.step_s), f"{each.error:+.1%}",
+                f"{each.step_s / a.step_s - 1:+.1%}" if a else "",
+            ]
+        )  # fmt: skip
+    return _table(heads, lines)
 
 
 def _times_table(both: Sequence[tuple[Row, Estimate]]) -> str:
@@ -216,29 +283,29 @@ def _memory_table(both: Sequence[tuple[Row, Estimate]]) -> str:
     return _table(heads, lines)
 
 
-def plot(compared: Sequence[Compared], path: Path) -> None:
-    """Predicted against measured step time; a strategy is a marker, a case a colour."""
+def plot(sittings: Mapping[str, Sequence[Compared]], path: Path) -> None:
+    """Predicted against measured step time: a sitting is a marker, hollow where groups lie on both levels."""
     figure = Figure(figsize=(9, 6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    strategies = list(dict.fromkeys(each.setting.strategy for each in compared))
-    cases = sorted({(each.setting.size, each.setting.accumulation) for each in compared})
-    markers = "osD^v<>pPX*hd1+x"
-    for each in compared:
-        axes.plot(
-            each.step_s * 1e3,
-            each.predicted_s * 1e3,
-            markers[strategies.index(each.setting.strategy) % len(markers)],
-            color=f"C{cases.index((each.setting.size, each.setting.accumulation))}",
-            markersize=7,
-            alpha=0.8,
-        )
-    _decorate(axes, compared)
-    for i, strategy in enumerate(strategies):
-        axes.plot([], [], markers[i % len(markers)], color="#555555", label=strategy)
+    everything = [each for compared in sittings.values() for each in compared]
+    cases = sorted({(each.setting.size, each.setting.accumulation) for each in everything})
+    markers = dict(zip(sittings, "o^", strict=True))
+    _decorate(axes, everything)
+    for sitting, compared in sittings.items():
+        for each in compared:
+            color = f"C{cases.index((each.setting.size, each.setting.accumulation))}"
+            fill = "none" if each.mixed else color
+            x, y = each.step_s * 1e3, each.predicted_s * 1e3
+            axes.plot(x, y, markers[sitting], color=color, markerfacecolor=fill, markersize=8)
+    for sitting, compared in sittings.items():
+        for fill, groups in (("#555555", "no group inside a node only"), ("none", "groups on both levels")):
+            if any(each.mixed == (fill == "none") for each in compared):
+                label = f"sitting {sitting}, {groups}"
+                axes.plot([], [], markers[sitting], color="#555555", markerfacecolor=fill, label=label)
     for i, (size, accumulation) in enumerate(cases):
-        axes.plot([], [], "s", color=f"C{i}", label=f"{size}, {accumulation} microbatches")
-    figure.legend(loc="outside right center", frameon=False, fontsize=8)
+        axes.plot([], [], "s", color=f"C{i}", label=f"{size}, {accumulation} microbatch{'es' * (accumulation > 1)}")
+    axes.legend(loc="upper left", frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
 
 
@@ -248,6 +315,10 @@ def _decorate(axes: Axes, compared: Sequence[Compared]) -> None:
     axes.plot(ends, ends, color="#999999", linewidth=1)
     axes.fill_between(ends, [0.9 * x for x in ends], [1.1 * x for x in ends], color="#eeeeee", label="within 10 %")
     axes.set(xscale="log", yscale="log", xlabel="measured step, ms", ylabel="predicted step, ms")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(FixedLocator([250, 300, 400, 500, 700, 1000, 1500, 2000, 3000]))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_locator(NullLocator())
     axes.set_title("Step time: predicted against measured", loc="left", fontweight="bold")
     axes.set_axisbelow(True)
     axes.grid(color="#e6e6e6", which="both")
