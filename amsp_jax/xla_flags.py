@@ -65,6 +65,12 @@ _RULES = (
         "As for all-gathers.",
     ),
     _Rule(
+        "xla_gpu_enable_nccl_comm_splitting",
+        "false",
+        ("cuda",),
+        "A split communicator shares its parent's resources: inside a node, those of the network between nodes.",
+    ),
+    _Rule(
         "xla_gpu_memory_limit_slop_factor",
         "95",
         ("rocm",),
