@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 
 from amsp_jax.calibrate import ProgressLine, calibrated, running_cluster
-from amsp_jax.cluster import Cluster, differences, load_cluster
+from amsp_jax.cluster import CLUSTERS, Cluster, differences, load_cluster
 from amsp_jax.config import TrainConfig
 from amsp_jax.errors import UserError
 from amsp_jax.job import optimizer_of
@@ -83,6 +83,11 @@ def _cluster(config: TrainConfig, layout: Layout) -> tuple[Cluster, list[str]]:
             if progress:
                 progress.close()
         return cluster, [f"network and rates: {line}"]
+    if config.cluster in CLUSTERS and not Path(config.cluster).exists():
+        raise UserError(
+            f"CLUSTER={config.cluster} is a preset, to plan without devices; here they are: name a file of "
+            "`python -m amsp_jax calibrate --out FILE`, or leave it out to measure them now"
+        )
     running = running_cluster(layout)
     cluster = load_cluster(Path(config.cluster))
     notes = [f"CLUSTER={config.cluster} is of other devices: {line}" for line in differences(cluster, running)]

@@ -209,7 +209,7 @@ def build_model(config: TrainConfig, device: jax.Device | None = None) -> BuiltM
     attention = AttentionChoice("xla", "no device chosen")
     if device is not None:
         capability = getattr(device, "compute_capability", None)
-        attention = choose_attention(device.platform, capability, sizes.head_dim, config.compute_dtype)
+        attention = choose_attention(device.platform, capability, sizes.head_dim, config.compute_dtype, config.seq_len)
     model = registry.build_model(config.model, config.model_overrides, attention=attention.implementation)
     return BuiltModel(model=model, vocab_size=sizes.vocab_size, attention=attention.reason)
 

@@ -237,6 +237,9 @@ def _accumulate(microbatch: Any, data: Any, peel: bool, shards: Params) -> tuple
         return lax.scan(body, zeros, data)[0]
     # Without a barrier: the first microbatch may start on the blocks whose once-a-step gathers have arrived.
     total = microbatch(shards, item(0))
+    if count == 3:
+        # A loop of one trip is inlined, and XLA would add the two gradients before it reduces them, both whole.
+        total = lax.optimization_barrier(total)
     if count > 2:
         total = lax.scan(body, total, jax.tree.map(lambda x: x[1:-1], data))[0]
     total, late_shards, last = lax.optimization_barrier((total, shards, item(-1)))

@@ -78,7 +78,7 @@ def train(
         state = _loop(job, step, state, first, last, folder)
         _finish(job, state, folder, last)
         if closing:
-            from_process_0(lambda: _say(closing(folder.path, first)))
+            from_process_0(lambda: _say(*filter(None, [closing(folder.path, first)])))
     return folder.path
 
 
@@ -300,5 +300,5 @@ def _say_sample(job: Job, params: Params) -> None:
 
 
 def _say(*lines: str) -> None:
-    if jax.process_index() == 0:
+    if lines and jax.process_index() == 0:
         print(*lines, sep="\n", flush=True)

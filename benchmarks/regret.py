@@ -171,7 +171,7 @@ def measure(layout: launch.Layout, ranks: DataRanks, setting: Setting) -> Row:
     size, degrees, device = SIZES[setting.size], setting.degrees(ranks), layout.devices[0]
     head_dim = model_config(size.model, size.overrides).head_dim
     capability = getattr(device, "compute_capability", None)
-    attention = choose_attention(device.platform, capability, head_dim, COMPUTE_DTYPE).implementation
+    attention = choose_attention(device.platform, capability, head_dim, COMPUTE_DTYPE, size.seq_len).implementation
     model = build(size, attention)
     plan = make_plan(setting.strategy, model.abstract_params(), ranks, layout.devices, COMPUTE_DTYPE)
     options: dict[str, str] = {}

@@ -199,7 +199,7 @@ class AttentionChoice(NamedTuple):
 
 
 def choose_attention(
-    platform: str, compute_capability: str | None, head_dim: int, compute_dtype: DTypeLike
+    platform: str, compute_capability: str | None, head_dim: int, compute_dtype: DTypeLike, seq_len: int
 ) -> AttentionChoice:
     """cuDNN's flash attention where it exists, else XLA's, which holds a [B, N, S, S] matrix of scores.
 
@@ -208,9 +208,10 @@ def choose_attention(
       compute_capability: a device's `compute_capability`: "9.0" on NVIDIA, "gfx942" on AMD, None where it has none.
       head_dim: width of a head.
       compute_dtype: dtype of the activations.
+      seq_len: tokens of a sequence.
 
     Example:
-      >>> choose_attention("gpu", "9.0", 128, "bfloat16").implementation
+      >>> choose_attention("gpu", "9.0", 128, "bfloat16", 4096).implementation
       'cudnn'
     """
     dtype = jnp.dtype(compute_dtype).name
@@ -228,6 +229,8 @@ def choose_attention(
         return AttentionChoice(
             "xla", f"XLA attention: cuDNN needs a head dim that divides by 8 and is at most {limit}, this is {head_dim}"
         )
+    if seq_len % 2:
+        return AttentionChoice("xla", f"XLA attention: cuDNN needs an even sequence length, this is {seq_len}")
     return AttentionChoice("cudnn", f"cuDNN flash attention: {dtype}, head dim {head_dim}, NVIDIA {compute_capability}")
 
 

@@ -152,7 +152,7 @@ def test_the_command_prints_xla_beside_the_planner():
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         run(
             "compile --model llama-tiny --model-overrides {'num_layers':2,'hidden':256,'ffn':512} --cluster h100 "
-            "--nodes 2 --strategy mics(8) --global-batch 32 --seq-len 128"
+            "--nodes 2 --strategy mics(8) --global-batch 48 --seq-len 128"
         )
     out = printed.getvalue()
     assert re.search(r"^arguments +([\d.]+) +\1 +[+-]0.0%$", out, re.MULTILINE)

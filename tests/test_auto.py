@@ -115,3 +115,9 @@ def test_a_run_uses_the_choice_and_says_how_right_it_was(tmp_path, monkeypatch, 
     assert f"strategy  {chosen}" in Path("run/plan.txt").read_text()
     assert "step time: predicted" in out and chosen in out
     assert len(read_rows("run/metrics.jsonl")) == 5
+
+
+def test_a_preset_is_no_file_of_these_devices():
+    settings = config("--gin.CLUSTER=h100")
+    with pytest.raises(UserError, match="CLUSTER=h100 is a preset"):
+        auto.choose(settings, cli.build_model(settings).model, FakeLayout())

@@ -331,15 +331,16 @@ def test_bad_input_is_named(name, overrides, message):
 @pytest.mark.parametrize(
     ("arguments", "implementation", "reason"),
     [
-        (("gpu", "9.0", 128, jnp.bfloat16), "cudnn", "bfloat16, head dim 128"),
-        (("cuda", "8.0", 128, "float16"), "cudnn", "float16"),
-        (("gpu", "9.0", 200, jnp.bfloat16), "cudnn", "200"),
-        (("gpu", "8.6", 200, jnp.bfloat16), "xla", "at most 128, this is 200"),
-        (("gpu", "9.0", 100, jnp.bfloat16), "xla", "divides by 8"),
-        (("gpu", "7.0", 64, jnp.float16), "xla", "8.0 or later, this is 7.0"),
-        (("gpu", "9.0", 128, jnp.float32), "xla", "the compute dtype is float32"),
-        (("gpu", "gfx90a", 128, jnp.bfloat16), "xla", "NVIDIA"),
-        (("cpu", None, 128, jnp.bfloat16), "xla", "the platform is cpu"),
+        (("gpu", "9.0", 128, jnp.bfloat16, 4096), "cudnn", "bfloat16, head dim 128"),
+        (("cuda", "8.0", 128, "float16", 4096), "cudnn", "float16"),
+        (("gpu", "9.0", 200, jnp.bfloat16, 4096), "cudnn", "200"),
+        (("gpu", "8.6", 200, jnp.bfloat16, 4096), "xla", "at most 128, this is 200"),
+        (("gpu", "9.0", 100, jnp.bfloat16, 4096), "xla", "divides by 8"),
+        (("gpu", "7.0", 64, jnp.float16, 4096), "xla", "8.0 or later, this is 7.0"),
+        (("gpu", "9.0", 128, jnp.float32, 4096), "xla", "the compute dtype is float32"),
+        (("gpu", "gfx90a", 128, jnp.bfloat16, 4096), "xla", "NVIDIA"),
+        (("cpu", None, 128, jnp.bfloat16, 4096), "xla", "the platform is cpu"),
+        (("gpu", "9.0", 128, jnp.bfloat16, 4097), "xla", "even sequence length, this is 4097"),
     ],
 )
 def test_choice_of_attention(arguments, implementation, reason):

@@ -159,3 +159,20 @@ def test_the_papers_objective_picks_the_papers_strategy():
     best = ranking.best.candidate.degrees
     assert (best.params.total, best.grads.total) == (1, 1) and best.opt_state.inter == 1 and best.opt_state.intra > 1
     assert len(ranking.ranked) + ranking.num_rejected[Reason.MEMORY] == 64
+
+
+@pytest.mark.parametrize("wrong", [{"global_batch": 0}, {"global_batch": -48}, {"seq_len": 0}, {"seq_len": 1.5}])
+def test_a_workload_counts_from_one(wrong):
+    with pytest.raises(UserError, match=rf"{next(iter(wrong))}=.*at least 1"):
+        dataclasses.replace(workload(), **wrong)
+
+
+def test_a_space_is_not_empty():
+    for wrong in ({"microbatches": ()}, {"microbatches": (0,)}, {"remats": ()}):
+        with pytest.raises(UserError, match="Space"):
+            dataclasses.replace(ONE, **wrong)
+
+
+def test_no_memory_fits_nothing():
+    with pytest.raises(NothingFits):
+        search(workload(global_batch=64), named_cluster("a800", 1), ONE, memory_bytes=0)

@@ -72,6 +72,8 @@ def from_json(text: str) -> Cluster:
     except json.JSONDecodeError as error:
         num_lines = len(text.splitlines())
         raise UserError(f"it is not JSON, or was cut off: {error.msg} at line {error.lineno} of {num_lines}.") from None
+    except (ValueError, RecursionError):
+        raise UserError("a number or a nesting in it is beyond what Python reads.") from None
     if not isinstance(content, dict) or "format" not in content:
         raise UserError(f"it has no field 'format', which in a cluster file is {FORMAT}.")
     if (number := content.pop("format")) != FORMAT:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import time
@@ -82,9 +81,11 @@ def run(args: argparse.Namespace) -> None:
     if args.verify:
         absent.stay_off_devices()
     cluster = cluster_of(args.cluster, args.nodes)
+    if args.verify:
+        absent.devices(absent.target_of(cluster.device_kind), 1, 1)
     workload = workload_of(args, cluster)
     _check_batch(args, cluster)
-    if args.explain:
+    if args.explain is not None:
         _explain(args, workload, cluster)
     else:
         _rank(args, workload, cluster)
@@ -95,12 +96,12 @@ def _check(args: argparse.Namespace) -> None:
     check_count(args, "top")
     if args.verify is not None:
         check_count(args, "verify")
-    if args.memory_limit is not None and not 0 < args.memory_limit < math.inf:
-        raise UserError(f"--memory-limit {args.memory_limit:g}: GiB of a device, more than 0, such as 70")
+    if args.memory_limit is not None and not 1e-3 <= args.memory_limit <= 1e6:
+        raise UserError(f"--memory-limit {args.memory_limit:g}: GiB of a device, from 0.001 to a million, such as 70")
     for name in _searched(args):
         if name not in SEARCHED:
             raise UserError(f"--search {args.search}: {name!r} is unknown; one or both of {','.join(SEARCHED)}")
-    if args.explain:
+    if args.explain is not None:
         for flag in ("search", "plot", "any_nodes", "verify"):
             if getattr(args, flag):
                 raise UserError(f"--explain is of one strategy, on which {flag_of(flag)} has no effect; leave one out")

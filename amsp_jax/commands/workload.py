@@ -67,7 +67,7 @@ def workload_of(args: argparse.Namespace, cluster: Cluster) -> Workload:
             f"--model-overrides \"{{'max_seq_len': {args.seq_len}}}\""
         )
     return Workload(
-        model=planned_model(args.model, overrides, cluster),
+        model=planned_model(args.model, overrides, cluster, args.seq_len),
         optimizer=make_optimizer(args.optimizer, 1e-4, weight_decay=0.1, clip_norm=1.0),
         global_batch=args.global_batch,
         seq_len=args.seq_len,
@@ -75,12 +75,12 @@ def workload_of(args: argparse.Namespace, cluster: Cluster) -> Workload:
     )
 
 
-def planned_model(name: str, overrides: Mapping[str, Any], cluster: Cluster) -> Model:
+def planned_model(name: str, overrides: Mapping[str, Any], cluster: Cluster, seq_len: int) -> Model:
     """A named model as `train.py` would build it on the devices of a cluster."""
     head_dim = model_config(name, overrides).head_dim
     capability = compute_capability(cluster.device_kind)
     platform = "cuda" if capability else "other"
-    attention = choose_attention(platform, capability, head_dim, "bfloat16")
+    attention = choose_attention(platform, capability, head_dim, "bfloat16", seq_len)
     return build_model(name, overrides, attention=attention.implementation)
 
 

@@ -50,7 +50,7 @@ def search(
       NothingFits: every candidate is too large; the message says by how much the nearest misses.
       UserError: the global batch does not divide, or the cluster has no network or rates.
     """
-    limit = memory_bytes or cluster.memory_bytes
+    limit = cluster.memory_bytes if memory_bytes is None else memory_bytes
     scorer = Scorer(workload, cluster, objective)
     ranked: list[Estimate] = []
     rejected: list[Rejection] = []
@@ -73,7 +73,7 @@ def search(
 
 def _order(estimate: Estimate) -> tuple[float, float, int]:
     """Of equal objectives the one with less to reduce in every microbatch, then the one of less memory."""
-    return round(estimate.objective_s, 6), estimate.terms_s[Phase.REDUCE], estimate.memory.total
+    return round(estimate.objective_s, 9), estimate.terms_s[Phase.REDUCE], estimate.memory.total
 
 
 def candidates(cluster: Cluster, space: Space) -> Iterator[Candidate]:

@@ -13,6 +13,7 @@ import optax
 from amsp_jax.cost.communication import Phase
 from amsp_jax.cost.memory import MemoryEstimate
 from amsp_jax.cost.timeline import Timeline
+from amsp_jax.errors import UserError
 from amsp_jax.model import Model
 from amsp_jax.stack import Remat
 from amsp_jax.strategy import Degree, Degrees, PartialSharding, Strategy
@@ -48,6 +49,9 @@ class Workload:
     reduce_dtype: Any = jnp.float32
     peel: bool = True
 
+    def __post_init__(self) -> None:
+        _require_counts("Workload", global_batch=(self.global_batch,), seq_len=(self.seq_len,))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Space:
@@ -62,6 +66,11 @@ class Space:
     microbatches: tuple[int, ...]
     remats: tuple[Remat, ...]
     fill_nodes: bool = True
+
+    def __post_init__(self) -> None:
+        _require_counts("Space", microbatches=self.microbatches)
+        if not self.microbatches or not self.remats:
+            raise UserError(f"Space: microbatches={self.microbatches}, remats={self.remats}; give one or more of each")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,3 +173,10 @@ def strategy_of(degrees: Degrees) -> Strategy:
     return Strategy(
         params=sharding(degrees.params), grads=sharding(degrees.grads), opt_state=sharding(degrees.opt_state)
     )
+
+
+def _require_counts(where: str, **counts: tuple[int, ...]) -> None:
+    for name, values in counts.items():
+        for value in values:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UserError(f"{where}: {name}={value!r}, but it is an integer of at least 1")
