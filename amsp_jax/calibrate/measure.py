@@ -21,6 +21,7 @@ from amsp_jax.calibrate.overlap import overlap_slowdown
 from amsp_jax.calibrate.programs import Machine
 from amsp_jax.calibrate.stopwatch import Progress, Stopwatch
 from amsp_jax.cluster import Cluster, Link, Network, Rates, differences, from_json, load_cluster, save_cluster
+from amsp_jax.cluster.presets import OVERLAP_SLOWDOWN
 from amsp_jax.errors import UserError
 from amsp_jax.strategy import Degree
 
@@ -28,9 +29,6 @@ DEFAULT_BUDGET_S = 100.0
 
 # Shares of the budget that have gone by when the next part begins; products beside a collective come last.
 _COMPUTE_UNTIL, _COLLECTIVES_UNTIL = 0.35, 0.92
-
-# Products inside training steps of a 7B model on H200 ran at 719 TFLOP/s alone, at 666 beside a collective.
-_GPU_OVERLAP_SLOWDOWN = 719 / 666
 
 FromProcess0 = Callable[[Callable[[], Any]], Any]
 """Gives every process what the function returns in process 0, a JSON value: `launch.from_process_0`."""
@@ -164,8 +162,8 @@ def _assumed_slowdown(platform: str) -> tuple[float, str]:
     if platform == "cpu":
         return 1.0, f"{unknown} as long as alone"
     return (
-        _GPU_OVERLAP_SLOWDOWN,
-        f"{unknown} {_GPU_OVERLAP_SLOWDOWN:.2f} times as long, as in 7B training steps on H200",
+        OVERLAP_SLOWDOWN,
+        f"{unknown} {OVERLAP_SLOWDOWN:.2f} times as long, as in 7B training steps on H200",
     )
 
 
