@@ -70,6 +70,8 @@ def choose(config: TrainConfig, model: Model, layout: Layout) -> Choice:
         return Choice(strategy="ddp", lines=("one device has one strategy, ddp",), prediction=None)
     cluster, notes = _cluster(config, layout)
     made = from_process_0(lambda: _ranked(config, model, cluster))
+    if layout.platform == "cpu":
+        notes = [*notes, "simulated devices share this machine's cores: what is predicted of their times is rough"]
     return Choice(strategy=made["strategy"], lines=(*notes, *made["lines"]), prediction=made["prediction"])
 
 
@@ -90,7 +92,8 @@ def _cluster(config: TrainConfig, layout: Layout) -> tuple[Cluster, list[str]]:
         )
     running = running_cluster(layout)
     cluster = load_cluster(Path(config.cluster))
-    notes = [f"CLUSTER={config.cluster} is of other devices: {line}" for line in differences(cluster, running)]
+    notes = [f"network and rates: {cluster.source}, from {config.cluster}"]
+    notes += [f"CLUSTER={config.cluster} is of other devices: {line}" for line in differences(cluster, running)]
     same_grid = dataclasses.replace(
         cluster, num_nodes=running.num_nodes, devices_per_node=running.devices_per_node,
         memory_bytes=running.memory_bytes,

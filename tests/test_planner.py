@@ -176,3 +176,10 @@ def test_a_space_is_not_empty():
 def test_no_memory_fits_nothing():
     with pytest.raises(NothingFits):
         search(workload(global_batch=64), named_cluster("a800", 1), ONE, memory_bytes=0)
+
+
+def test_one_device_needs_no_network():
+    alone = dataclasses.replace(named_cluster("h200", 1), devices_per_node=1, network=None)
+    assert search(workload("llama-1b", 4), alone, ONE).best.step_s > 0
+    with pytest.raises(UserError, match="8 devices, has no network: it was measured on one device alone"):
+        Scorer(workload(), dataclasses.replace(named_cluster("h200", 1), network=None))

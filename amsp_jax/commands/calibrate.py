@@ -62,9 +62,9 @@ def run(args: argparse.Namespace) -> None:
             progress.close()
     if layout.process_index == 0:
         save_cluster(cluster, args.out)
-        if args.plot:
+        if args.plot and cluster.network:
             plot_network(cluster, args.plot)
-        print("\n".join([*layout.notes, *_summary(cluster), *_files(args)]))
+        print("\n".join([*layout.notes, *_summary(cluster), *_files(args, cluster)]))
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -101,5 +101,6 @@ def _tera(flops_per_s: float) -> str:
     return f"{flops_per_s / 1e12:.3g} TFLOP/s"
 
 
-def _files(args: argparse.Namespace) -> list[str]:
-    return [f"cluster file: {args.out}"] + ([f"plot: {args.plot}"] if args.plot else [])
+def _files(args: argparse.Namespace, cluster: Cluster) -> list[str]:
+    plot = f"plot: {args.plot}" if cluster.network else "no plot: one device has no network to draw"
+    return [f"cluster file: {args.out}"] + ([plot] if args.plot else [])

@@ -53,13 +53,14 @@ class Scorer:
     """
 
     def __init__(self, workload: Workload, cluster: Cluster, objective: Objective = Objective.STEP_TIME) -> None:
-        if cluster.network is None or cluster.rates is None:
+        if cluster.rates is None or (cluster.network is None and cluster.num_devices > 1):
+            missing = "rates of a device" if cluster.rates is None else "network: it was measured on one device alone"
             raise UserError(
-                f"cluster {cluster.name} has no network or matrix rates to predict times from; name one that has, or "
-                "measure yours: python -m amsp_jax calibrate --out cluster.json"
+                f"cluster {cluster.name}, {cluster.num_devices} devices, has no {missing}; name one that has, or "
+                "measure on all of them: python -m amsp_jax calibrate --out cluster.json"
             )
         self.workload, self.cluster, self.objective = workload, cluster, objective
-        self.network: Network = cluster.network
+        self.network = cluster.network or Network()
         self.rates: Rates = cluster.rates
         self.sketch = Sketch.of(workload.model)
         self._abstract_params = self.sketch.model.abstract_params()
