@@ -12,12 +12,12 @@ from test_collectives import STRATEGIES, compiled_text
 from amsp_jax import hlo
 from amsp_jax.cost.communication import (
     Phase,
+    WireDtypes,
     collectives,
     group_of,
     messages,
     part_plans,
     step_collectives,
-    wire_dtypes,
 )
 from amsp_jax.plan import make_plan
 from amsp_jax.strategy import Degree, all_degrees
@@ -37,7 +37,7 @@ def result_bytes(collective):
 
 def predicted(plan, accumulation):
     model = oracle.model("llama")
-    wire = wire_dtypes(plan, jnp.float32)
+    wire = WireDtypes(plan.compute_dtype, jnp.dtype(jnp.float32))
     counts = Counter()
     for c, count in step_collectives(parts_of(plan, model), wire, accumulation).items():
         counts[c.kind, hlo.mesh_groups(plan.mesh, c.axes), result_bytes(c)] += count
@@ -71,7 +71,7 @@ def test_of_every_triple(strategy):
 def test_messages_hold_the_bytes_of_their_leaves():
     model = oracle.model("llama")
     plan = plan_for("params=2x1 grads=4x1 opt_state=4x2", model)
-    wire = wire_dtypes(plan, jnp.bfloat16)
+    wire = WireDtypes(plan.compute_dtype, jnp.dtype(jnp.bfloat16))
     for part in parts_of(plan, model):
         together = messages(part, wire)
         assert len({(m.phase, m.kind, m.axes) for m in together}) == len(together)
@@ -95,7 +95,9 @@ def test_volume_of_zero_is_that_of_the_paper(strategy, factor):
     plan = make_plan(strategy, model.abstract_params(), RANKS)
     embed, *_, head = parts_of(plan, model)
     sent = 0.0
-    for c, count in step_collectives(parts_of(plan, model), wire_dtypes(plan, jnp.bfloat16), 1).items():
+    for c, count in step_collectives(
+        parts_of(plan, model), WireDtypes(plan.compute_dtype, jnp.dtype(jnp.bfloat16)), 1
+    ).items():
         passes = 2 if c.kind == "all-reduce" else 1
         sent += count * passes * c.num_bytes / 2 * (1 - 1 / c.group.total)
     expected = factor * model.numbers.num_params

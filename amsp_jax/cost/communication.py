@@ -11,7 +11,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 from amsp_jax.collectives import reduction_steps
 from amsp_jax.mesh import level
 from amsp_jax.model import Model, Params
-from amsp_jax.plan import LeafPlan, Plan
+from amsp_jax.plan import LeafPlan
 from amsp_jax.strategy import Degree
 
 
@@ -68,11 +67,6 @@ class WireDtypes:
 
     gather: jnp.dtype
     reduce: jnp.dtype
-
-
-def wire_dtypes(plan: Plan, reduce_dtype: Any) -> WireDtypes:
-    """Those of a plan and the step's reduction dtype."""
-    return WireDtypes(plan.compute_dtype, jnp.dtype(reduce_dtype))
 
 
 def collectives(leaf: LeafPlan, wire: WireDtypes, regathers: bool) -> list[Collective]:
