@@ -10,24 +10,22 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
 
 from amsp_jax.checkpoint import Checkpointer
 from amsp_jax.config import TrainConfig
 from amsp_jax.data import Prefetcher
-from amsp_jax.errors import UserError
 from amsp_jax.generate import Sampling, generate, make_next_logits
-from amsp_jax.job import Job, TrainStep, Wanted, compile_step, params_alone, prepare, true_shapes, whole_state
-from amsp_jax.launch import Layout, from_process_0
+from amsp_jax.job import Job, TrainStep, compile_step, prepare
+from amsp_jax.launch import Layout, from_process_0, say
 from amsp_jax.metrics import VALIDATION_FILE, ValidationRow, read_rows
 from amsp_jax.model import Model, Params
 from amsp_jax.plots import plot_losses
 from amsp_jax.reporter import Reporter
-from amsp_jax.run_folder import CHECKPOINTS, TOKENIZER_FILE, RunFolder, find_run_folder, identity
-from amsp_jax.state import TrainState, init_state, true_state
+from amsp_jax.resume import foreign_checkpoint, fresh, meta_of, own_checkpoint, proceed
+from amsp_jax.run_folder import TOKENIZER_FILE, RunFolder, find_run_folder
+from amsp_jax.state import TrainState
 from amsp_jax.step import make_eval_step
 
 _SAMPLE_PROMPT_TOKENS, _SAMPLE_TOKENS = 16, 64
@@ -62,23 +60,23 @@ def train(
     """
     folder = _find_folder(config)
     job = prepare(config, model, vocab_size, layout)
-    _say(str(job.plan), job.datasets.description, f"batch: {job.batch}", *notes)
-    before = _own_checkpoint(folder, job)
+    say(str(job.plan), job.datasets.description, f"batch: {job.batch}", *notes)
+    before = own_checkpoint(folder, job)
     first, last = before.step if before else 0, config.stop_after or config.steps
     if first >= last:
-        _say(f"{folder.path} is at step {first} already: nothing to do until {_last_name(config)} is more than {last}")
+        say(f"{folder.path} is at step {first} already: nothing to do until {_last_name(config)} is more than {last}")
         return folder.path
     if folder.is_same_run and not before:
-        _say(f"{folder.path} has no complete checkpoint: starts from the beginning")
-    weights = _foreign_checkpoint(config.init_from, job) if config.init_from and not before else None
+        say(f"{folder.path} has no complete checkpoint: starts from the beginning")
+    weights = foreign_checkpoint(config.init_from, job) if config.init_from and not before else None
 
     step = compile_step(job)
-    state = _continue(job, before) if before else _fresh(job, weights)
+    state = proceed(job, before) if before else fresh(job, weights)
     with _claimed(folder, job, files or {}) as folder, _interruptible(folder):
         state = _loop(job, step, state, first, last, folder)
         _finish(job, state, folder, last)
         if closing:
-            from_process_0(lambda: _say(*filter(None, [closing(folder.path, first)])))
+            from_process_0(lambda: say(*filter(None, [closing(folder.path, first)])))
     return folder.path
 
 
@@ -95,85 +93,6 @@ def _find_folder(config: TrainConfig) -> RunFolder:
 
 def _last_name(config: TrainConfig) -> str:
     return "STOP_AFTER" if config.stop_after else "STEPS"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Saved:
-    """A complete checkpoint that has what is wanted of it."""
-
-    checkpointer: Checkpointer
-    step: int
-    wanted: Wanted
-
-    def __str__(self) -> str:
-        return str(self.checkpointer.directory / str(self.step))
-
-    def read(self) -> Any:
-        """What is wanted, on the devices."""
-        with contextlib.closing(self.checkpointer):
-            return self.checkpointer.restore(self.step, *self.wanted)
-
-
-def _open(directory: Path, step: int | None, wanted: Wanted) -> _Saved | None:
-    """A checkpoint, the newest where `step` is None; None if there is none. One that does not fit is an error."""
-    checkpointer = Checkpointer(directory, keep=None)
-    step = checkpointer.latest_step() if step is None else step
-    if step is None:
-        return None
-    checkpointer.check(step, *wanted)
-    return _Saved(checkpointer, step, wanted)
-
-
-def _own_checkpoint(folder: RunFolder, job: Job) -> _Saved | None:
-    """Where this run goes on; None for a run that has saved nothing."""
-    if not folder.is_same_run or not folder.checkpoints.is_dir():
-        return None
-    return _open(folder.checkpoints, None, whole_state(job.model, job.optimizer, job.plan))
-
-
-def _foreign_checkpoint(init_from: str, job: Job) -> _Saved:
-    """The weights that INIT_FROM names: of a run folder's newest checkpoint, or of one of them."""
-    path, wanted = Path(init_from).expanduser(), params_alone(job.model, job.plan)
-    saved: _Saved | None = None
-    # What cannot even be looked at has no checkpoint either.
-    with contextlib.suppress(OSError):
-        if (path / CHECKPOINTS).is_dir():
-            saved = _open(path / CHECKPOINTS, None, wanted)
-        elif path.is_dir() and path.name.isdecimal():
-            saved = _open(path.parent, int(path.name), wanted)
-    if saved is None:
-        raise UserError(
-            f"INIT_FROM={path} has no complete checkpoint; name a run folder, or a step in its {CHECKPOINTS}"
-        )
-    return saved
-
-
-def _fresh(job: Job, weights: _Saved | None) -> TrainState:
-    """The state of step 0; its parameters are those of INIT_FROM, if there is one."""
-    if weights is None:
-        return init_state(job.model, job.optimizer, job.plan, job.config.seed)
-    _say(f"the weights are those of {weights}")
-    state = init_state(job.model, job.optimizer, job.plan, job.config.seed)
-    return dataclasses.replace(state, **weights.read())
-
-
-def _continue(job: Job, saved: _Saved) -> TrainState:
-    meta = saved.checkpointer.meta(saved.step)
-    _say(f"goes on from {saved}, saved under '{meta['strategy']}' on {meta['ranks']}")
-    if meta["steps"] != job.config.steps:
-        _say(f"STEPS was {meta['steps']} and is {job.config.steps}: the learning rate now follows the new schedule")
-    return saved.read()
-
-
-def _meta(job: Job) -> dict[str, Any]:
-    """What a checkpoint says of the run that wrote it."""
-    return {
-        **identity(job.config),
-        "shapes": true_shapes(true_state(job.model, job.optimizer)),
-        "steps": job.config.steps,
-        "strategy": job.config.strategy,
-        "ranks": str(job.plan.degrees.ranks),
-    }
 
 
 @contextlib.contextmanager
@@ -238,7 +157,7 @@ def _loop(job: Job, step: TrainStep, state: TrainState, first: int, last: int, f
                 if validates:
                     validate(number, state.params)
                 if saves:
-                    checkpointer.save(number, state, _meta(job))
+                    checkpointer.save(number, state, meta_of(job))
                 reporter.start_clock()
     return state
 
@@ -270,7 +189,7 @@ def _make_validation(job: Job, reporter: Reporter) -> Callable[[int, Params], No
 def _finish(job: Job, state: TrainState, folder: RunFolder, last: int) -> None:
     """What a person wants to see at the end."""
     if last < job.config.steps:
-        _say(
+        say(
             f"stopped and saved at step {last} of {job.config.steps}; "
             f"the same command without STOP_AFTER, at --gin.RUN_DIR={folder.path}, goes on from there"
         )
@@ -278,13 +197,13 @@ def _finish(job: Job, state: TrainState, folder: RunFolder, last: int) -> None:
         from_process_0(lambda: _say_validation(folder))
         _say_sample(job, state.params)
     title = f"{folder.path.name}: {job.model.name}, {job.plan.strategy}"
-    from_process_0(lambda: _say(f"run folder: {folder.path}", f"loss curve: {plot_losses(folder.path, title)}"))
+    from_process_0(lambda: say(f"run folder: {folder.path}", f"loss curve: {plot_losses(folder.path, title)}"))
 
 
 def _say_validation(folder: RunFolder) -> None:
     rows = read_rows(folder.path / VALIDATION_FILE)
     if rows:
-        _say(f"validation loss: {rows[-1]['loss']:.4f}; before training it was {rows[0]['loss']:.4f}")
+        say(f"validation loss: {rows[-1]['loss']:.4f}; before training it was {rows[0]['loss']:.4f}")
 
 
 def _say_sample(job: Job, params: Params) -> None:
@@ -296,9 +215,4 @@ def _say_sample(job: Job, params: Params) -> None:
     next_logits = make_next_logits(job.model, job.plan, job.settings, job.batch.seq_len)
     drawn = generate(next_logits, params, prompt, Sampling(), tokenizer.end_of_document, tokenizer.vocab_size)
     text = tokenizer.decode(list(islice(drawn, _SAMPLE_TOKENS)))
-    _say("sample, the prompt before the bar:", f"{tokenizer.decode(prompt)}|{text}")
-
-
-def _say(*lines: str) -> None:
-    if lines and jax.process_index() == 0:
-        print(*lines, sep="\n", flush=True)
+    say("sample, the prompt before the bar:", f"{tokenizer.decode(prompt)}|{text}")

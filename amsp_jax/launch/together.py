@@ -53,6 +53,12 @@ def process_0_first(make: Callable[[], T]) -> T:
     return made[0] if made else make()
 
 
+def say(*lines: str) -> None:
+    """Prints lines in process 0 alone."""
+    if lines and jax.process_index() == 0:
+        print(*lines, sep="\n", flush=True)
+
+
 def _broadcast(text: str) -> str:
     """Process 0's text; an array must have one length everywhere, so the length goes first."""
     data = np.frombuffer(text.encode(), np.uint8)
