@@ -33,8 +33,9 @@ class TrainRow:
       step: counts from 1.
       loss: mean over the valid tokens of the global batch.
       grad_norm: before clipping.
-      learning_rate: the one this step used.
+      learning_rate: the one this step used, or would have.
       num_tokens: valid tokens.
+      num_skipped: steps up to this one whose update was not applied, as loss or gradient norm was not finite.
       step_time_s: wall time.
       tokens_per_s: tokens of the global batch, padding included, per second.
       tokens_per_s_per_device: the same over the number of devices.
@@ -49,6 +50,7 @@ class TrainRow:
     grad_norm: float
     learning_rate: float
     num_tokens: int
+    num_skipped: int
     step_time_s: float
     tokens_per_s: float
     tokens_per_s_per_device: float
@@ -241,6 +243,8 @@ class ProgressLine:
         parts = [f"step {row.step}/{self._num_steps}", f"loss {row.loss:.4f}", f"{_short(row.tokens_per_s)} tokens/s"]
         if row.mfu is not None:
             parts.append(f"MFU {100 * row.mfu:.1f} %")
+        if row.num_skipped:
+            parts.append(f"{row.num_skipped} skipped")
         left_s = self._seconds_left(row.step, now)
         if left_s is not None:
             parts.append(f"{_clock_time(left_s)} left")

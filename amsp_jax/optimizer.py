@@ -91,6 +91,16 @@ def abstract_opt_state(optimizer: optax.GradientTransformation, params: Params) 
         return jax.eval_shape(optimizer.init, params)
 
 
+def num_updates(opt_state: Any, default: jax.Array) -> jax.Array:
+    """Updates applied so far, int32, as the learning rate's schedule counts them; `default` where there is none."""
+
+    def is_schedule(x: Any) -> bool:
+        return isinstance(x, optax.ScaleByScheduleState)
+
+    schedules = [x for x in jax.tree.leaves(opt_state, is_leaf=is_schedule) if is_schedule(x)]
+    return schedules[0].count if schedules else default
+
+
 def moment_plans(plan: Plan, like: Params | None = None) -> Callable[[Any, Any], LeafPlan | None]:
     """`find(path, leaf)`: the plan of the parameter whose moment a state leaf is, None for any other leaf.
 

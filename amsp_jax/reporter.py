@@ -37,7 +37,7 @@ class Reporter:
           run_dir: the run folder.
           first: steps done; rows of later ones are dropped.
           batch: of every step.
-          learning_rates: of each step from the first on, [steps].
+          learning_rates: by the number of updates applied before, [steps].
           numbers: of the model; None leaves FLOPs out.
           peak_flops: FLOP/s of one device; None leaves MFU out.
         """
@@ -97,8 +97,9 @@ class Reporter:
             step=number,
             loss=float(values.loss),
             grad_norm=float(values.grad_norm),
-            learning_rate=float(self._learning_rates[number - 1]),
+            learning_rate=float(self._learning_rates[int(values.num_updates)]),
             num_tokens=round(float(values.num_tokens)),
+            num_skipped=number - int(values.num_updates) - bool(values.is_finite),
             step_time_s=step_time_s,
             tokens_per_s=tokens_per_s,
             tokens_per_s_per_device=per_device,

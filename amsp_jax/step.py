@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from amsp_jax.collectives import param_shard, reduce_accumulated
 from amsp_jax.model import Batch, LossOutput, Model, Params, Part
-from amsp_jax.optimizer import to_storage, to_true
+from amsp_jax.optimizer import num_updates, to_storage, to_true
 from amsp_jax.plan import Plan
 from amsp_jax.stack import Gather, Remat, policy, run_blocks
 from amsp_jax.state import TrainState, abstract_state, true_state
@@ -41,12 +41,16 @@ class StepMetrics:
       loss: mean over the valid tokens of the global batch.
       grad_norm: 2-norm of the mean gradient, before clipping.
       num_tokens: sum of the weights of the global batch.
+      is_finite: whether loss and gradient norm are, and so whether the update was applied.
+      num_updates: int32, updates applied before this step: which entry of the learning rates it used.
       aux: the model's, summed.
     """
 
     loss: jax.Array
     grad_norm: jax.Array
     num_tokens: jax.Array
+    is_finite: jax.Array
+    num_updates: jax.Array
     aux: Any
 
 
@@ -82,7 +86,8 @@ def make_train_step(
 
     Returns:
       A function whose batch is a dict of arrays [microbatches, rows, ...] at `plan.batch_sharding` and whose state
-      keeps its shardings. It compiles once for each shape of batch.
+      keeps its shardings. It compiles once for each shape of batch. Where loss or gradient norm is not finite, the
+      batch is passed over: `state.step` counts it, parameters and optimizer state keep their bits.
     """
     grads_of, update = make_grad_fn(model, plan, settings), make_update_fn(model, optimizer, plan)
 
@@ -101,22 +106,44 @@ def make_update_fn(
     true, stored = true_state(model, optimizer), abstract_state(model, optimizer, plan)
 
     def update(state: TrainState, grads: Params, sums: LossSums) -> tuple[TrainState, StepMetrics]:
-        # A global batch without a valid token has gradient zero, not 0/0.
-        scale = jnp.where(sums.weight > 0, 1.0 / jnp.where(sums.weight > 0, sums.weight, 1.0), 0.0)
+        scale = mean_scale(sums.weight)
         grads = jax.tree.map(lambda g: g * scale, to_true(grads, true.params))
         params = to_true(state.params, true.params)
         with jax.numpy_dtype_promotion("standard"):
             norm = optax.tree.norm(grads)
             updates, opt_state = optimizer.update(grads, to_true(state.opt_state, true.opt_state), params)
             params = optax.apply_updates(params, updates)
-        new = TrainState(
-            step=state.step + 1,
-            params=to_storage(params, stored.params),
-            opt_state=to_storage(opt_state, stored.opt_state),
+        metrics = StepMetrics(
+            loss=sums.loss * scale,
+            grad_norm=norm,
+            num_tokens=sums.weight,
+            is_finite=jnp.isfinite(sums.loss * scale) & jnp.isfinite(norm),
+            num_updates=num_updates(state.opt_state, state.step),
+            aux=sums.aux,
         )
-        return new, StepMetrics(loss=sums.loss * scale, grad_norm=norm, num_tokens=sums.weight, aux=sums.aux)
+        applied = to_storage(params, stored.params), to_storage(opt_state, stored.opt_state)
+        kept = _select(metrics.is_finite, applied, (state.params, state.opt_state))
+        return TrainState(step=state.step + 1, params=kept[0], opt_state=kept[1]), metrics
 
     return update
+
+
+def mean_scale(weight: jax.Array) -> jax.Array:
+    """From a sum over the global batch to the mean; without a valid token a gradient is zero, not 0/0."""
+    return jnp.where(weight > 0, 1.0 / jnp.where(weight > 0, weight, 1.0), 0.0)
+
+
+def _select(is_finite: jax.Array, applied: Any, before: Any) -> Any:
+    """`applied` where loss and gradient norm are finite, `before` where not.
+
+    A finite norm vouches for every value and its square, which is what second moments are made of; finite gradients
+    whose norm overflows float32 would leave infinities in them, so they count as not finite.
+
+    It must be `where`, not `cond`: a GPU asks the host which branch of a `cond` to take, and the branches would keep
+    the state they were given apart from the one they return. A select is fused into the update that reads and writes
+    the same buffers anyway. The predicate comes of global sums, so it is equal on every device.
+    """
+    return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), applied, before)
 
 
 def make_grad_fn(model: Model, plan: Plan, settings: StepSettings) -> GradFn:

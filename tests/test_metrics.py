@@ -19,6 +19,7 @@ def row(step: int, loss: float = 1 / 3, **changes) -> TrainRow:
         grad_norm=0.1 + 0.2,
         learning_rate=1e-3,
         num_tokens=1024,
+        num_skipped=0,
         step_time_s=0.5,
         tokens_per_s=123456.0,
         tokens_per_s_per_device=15432.0,
@@ -153,6 +154,12 @@ def test_a_log_file_gets_the_first_the_last_and_a_line_every_few_seconds():
     assert [int(line.split()[1].split("/")[0]) for line in lines] == [1, 6, 11, 16, 21, 23]
     assert lines[0] == "step 1/23  loss 0.3333  123k tokens/s  MFU 51.2 %"
     assert "\r" not in "".join(lines)
+
+
+def test_skipped_updates_are_shown():
+    stream = io.StringIO()
+    ProgressLine(9, stream=stream).update(row(3, num_skipped=2))
+    assert stream.getvalue() == "step 3/9  loss 0.3333  123k tokens/s  2 skipped\n"
 
 
 def test_a_run_that_stops_early_shows_its_last_step_once():

@@ -14,8 +14,15 @@ from amsp_jax.reporter import Reporter
 from amsp_jax.step import StepMetrics
 
 
-def metrics(loss: float) -> StepMetrics:
-    return StepMetrics(loss=jnp.float32(loss), grad_norm=jnp.float32(2), num_tokens=jnp.float32(60), aux={})
+def metrics(loss: float, num_updates: int, is_finite: bool = True) -> StepMetrics:
+    return StepMetrics(
+        loss=jnp.float32(loss),
+        grad_norm=jnp.float32(2),
+        num_tokens=jnp.float32(60),
+        is_finite=jnp.bool_(is_finite),
+        num_updates=jnp.int32(num_updates),
+        aux={},
+    )
 
 
 class Clock:
@@ -39,16 +46,16 @@ def test_rows_are_one_step_behind(tmp_path: Path, clock: Clock) -> None:
     batch = batch_shape(8, 1, 2, 8)
     report = Reporter(tmp_path, 0, batch=batch, learning_rates=rates, numbers=numbers, peak_flops=1e6)
     report.start_clock()
-    report.dispatched(1, metrics(1.5))
+    report.dispatched(1, metrics(1.5, num_updates=0))
     assert read_rows(tmp_path / "metrics.jsonl") == []
     clock.now = 105.9  # The dispatch of the second step blocked for most of it.
-    report.dispatched(2, metrics(1.25))
+    report.dispatched(2, metrics(1.25, num_updates=1))
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1]
     report.flush()
     report.flush()
     clock.now = 200.0  # A validation and a save.
     report.start_clock()
-    report.dispatched(3, metrics(1.0))
+    report.dispatched(3, metrics(1.0, num_updates=2))
     report.flush()
     report.close()
 
@@ -62,3 +69,17 @@ def test_rows_are_one_step_behind(tmp_path: Path, clock: Clock) -> None:
     assert first["tflops_per_device"] == pytest.approx(16 * (6 * 800 + 6 * 2 * 4 * 8) / 1e12)
     assert first["mfu"] == pytest.approx(16 * (6 * 800 + 6 * 2 * 4 * 8) / 1e6)
     assert first["mfu_paper"] == pytest.approx(16 * (6 * 1000 + 12 * 2 * 4 * 8) / 1e6)
+
+
+def test_a_skipped_update_holds_the_learning_rate_and_is_counted(tmp_path: Path, clock: Clock) -> None:
+    """Also after a resume: what was skipped before it is in the number of updates, not in the reporter."""
+    rates = np.arange(10, dtype=np.float32)
+    report = Reporter(tmp_path, 6, batch=batch_shape(8, 1, 2, 8), learning_rates=rates, numbers=None, peak_flops=None)
+    report.dispatched(7, metrics(1.5, num_updates=5))
+    report.dispatched(8, metrics(float("nan"), num_updates=6, is_finite=False))
+    report.dispatched(9, metrics(1.0, num_updates=6))
+    report.flush()
+    report.close()
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [row["learning_rate"] for row in rows] == [5, 6, 6]
+    assert [row["num_skipped"] for row in rows] == [1, 2, 2]
