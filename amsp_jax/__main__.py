@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from amsp_jax import cli, launch
-from amsp_jax.commands import calibrate, compile, generate, plan
+from amsp_jax.commands import calibrate, compile, doctor, generate, plan
 
-COMMANDS = (plan, calibrate, compile, generate)
+COMMANDS = (plan, calibrate, compile, generate, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,288 @@
+"""`python -m amsp_jax doctor`: what this machine or cluster lacks for training, and what to do."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+
+from amsp_jax import doctor, launch
+from amsp_jax.doctor import Exchange, Finding, Report, Status, examine
+from amsp_jax.errors import UserError
+from amsp_jax.launch import Layout
+from amsp_jax.launch.accelerator import count_gpus, find_platform
+from amsp_jax.launch.processes import Processes, find_processes
+from amsp_jax.run_folder import DEFAULT_PARENT
+
+# Reading files and metadata, on a network file system that answers.
+_LOOK_S, _FILES_S = 30.0, 60.0
+# The meeting and jax's own start each have a minute.
+_START_S = 240.0
+_SHARED_S = 120.0
+_GOODBYE_S = 10.0
+_STDOUT, _STDERR = 1, 2
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to a parser's subparsers."""
+    parser = commands.add_parser(
+        "doctor",
+        help="check an installation and a cluster, and say what to fix",
+        description="Checks an installation and a cluster, and says what to fix. Start it as training is started: "
+        "alone, with srun, or as several processes by hand. Exit code 0: nothing FAILs; 1: something does.",
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, default=DEFAULT_PARENT, metavar="DIR", help="where runs will go (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--timeout", type=_positive(float), default=60.0, metavar="S", help="of a collective (default: %(default)g)"
+    )
+    number = _positive(int)
+    parser.add_argument("--devices-per-node", type=number, metavar="N", help="split each node into logical ones")
+    parser.add_argument("--simulated-nodes", type=number, metavar="N", help="on the CPU: nodes to simulate")
+    parser.add_argument("--simulated-devices-per-node", type=number, metavar="N", help="on the CPU: devices of each")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of several processes that SLURM did not start")
+    parser.add_argument("--num-processes", type=number, metavar="N", help="how many they are")
+    parser.add_argument("--process-id", type=int, metavar="I", help="which one this is, from 0")
+    parser.set_defaults(run=run)
+
+
+def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
+    def positive_number(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if (value := kind(text)) > 0:
+                return value
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+
+    return positive_number
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prints the table, in process 0 for all processes; ends the program with 1 where something FAILs.
+
+    Raises:
+      UserError: arguments that contradict one another.
+    """
+    processes, problems = _place(args)
+    with _stdout_to_ourselves() as stdout:
+        table = _Table(stdout, args.json)
+        code = _check(args, processes, problems, table)
+        if doctor.is_stuck():
+            # An orderly end would wait for the thread that hangs.
+            os._exit(code)
+    if code:
+        launch.end_process(code)
+
+
+@contextlib.contextmanager
+def _stdout_to_ourselves() -> Iterator[TextIO]:
+    """Stdout for the table alone: what C++ libraries print there goes to stderr."""
+    with os.fdopen(os.dup(_STDOUT), "w") as ours:
+        sys.stdout.flush()
+        os.dup2(_STDERR, _STDOUT)
+        try:
+            yield ours
+        finally:
+            ours.flush()
+            os.dup2(ours.fileno(), _STDOUT)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Table:
+    """Where findings are printed, and how."""
+
+    stdout: TextIO
+    as_json: bool
+
+    def print(self, findings: Sequence[Finding], title: str | None = None) -> int:
+        """Prints them and returns the exit code."""
+        counts = doctor.count(findings)
+        is_good = not counts[Status.FAIL]
+        if self.as_json:
+            values = {"ok": is_good, "counts": counts, "findings": [dataclasses.asdict(f) for f in findings]}
+            text = json.dumps(values, indent=2)
+        else:
+            text = "\n".join([*([title] if title else []), *map(str, findings), doctor.summary(findings)])
+        print(text, file=self.stdout, flush=True)
+        return 0 if is_good else 1
+
+
+def _check(args: argparse.Namespace, processes: Processes, problems: list[Finding], table: _Table) -> int:
+    """Everything, in an order in which each thing needs what was checked before; returns the exit code."""
+    mine = [*problems, *_look_around(args, processes)]
+    layout = None if problems else _start(args, processes, mine, table)
+    if layout is None:
+        return table.print(mine, _title(processes))
+    exchange = Exchange(layout.process_index, layout.process_count)
+    mine += _look_at_devices(args, layout, exchange)
+    return _conclude(args, mine, exchange, table)
+
+
+def _place(args: argparse.Namespace) -> tuple[Processes, list[Finding]]:
+    """This process's place; what the environment has against it is a finding, what the arguments have an error."""
+    given = (args.coordinator, args.num_processes, args.process_id)
+    try:
+        return find_processes(*given), []
+    except UserError as error:
+        if given != (None, None, None):
+            raise
+        return Processes(), [doctor.fail("processes", doctor.one_line(error))]
+
+
+def _look_around(args: argparse.Namespace, processes: Processes) -> list[Finding]:
+    """What needs no device."""
+    busy = "the disk or network file system of this machine does not answer: ask who runs it"
+    look = [
+        ("packages", doctor.check_packages, _LOOK_S),
+        ("machine", lambda: doctor.check_machine(processes), _LOOK_S),
+        ("run folder", lambda: doctor.check_run_folder(args.run_dir), _FILES_S),
+        ("cache", lambda: doctor.check_folder("cache", _cache()), _FILES_S),
+    ]
+    return [
+        finding for name, check, limit_s in look for finding in examine(name, check, limit_s=limit_s, if_stuck=busy)
+    ]
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "amsp_jax"
+
+
+def _start(args: argparse.Namespace, processes: Processes, mine: list[Finding], table: _Table) -> Layout | None:
+    """The devices; None, and a finding more, where they cannot be had."""
+
+    def give_up() -> None:
+        stuck = f"the processes and devices did not start within {_START_S:g} s"
+        fix = "see the messages of the driver (dmesg) and of the other processes"
+        table.print([*mine, doctor.fail("start", stuck, fix)], _title(processes))
+        os._exit(1)
+
+    try:
+        with _time_limit(_START_S, give_up):
+            nodes, per_node = _grid(args, processes)
+            return launch.setup(
+                simulated_nodes=nodes,
+                simulated_devices_per_node=per_node,
+                devices_per_node=args.devices_per_node,
+                coordinator=args.coordinator,
+                num_processes=args.num_processes,
+                process_id=args.process_id,
+            )
+    except UserError as error:
+        mine.append(doctor.fail("start", doctor.one_line(error)))
+    except Exception as error:  # a driver or plugin may fail in any way
+        problem = f"{type(error).__name__}: {doctor.one_line(error)}"
+        mine.append(doctor.fail("start", problem, "check the driver and jax's plugin; JAX_PLATFORMS=cpu does without"))
+    return None
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float, give_up: Callable[[], None]) -> Iterator[None]:
+    """For what only the main thread may do."""
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _platform() -> str:
+    return find_platform(jax.config.jax_platforms or "")[0]  # type: ignore[attr-defined]
+
+
+def _grid(args: argparse.Namespace, processes: Processes) -> tuple[int | None, int | None]:
+    """As asked for; else, on the CPU, enough simulated devices for a collective on each axis."""
+    nodes, per_node = args.simulated_nodes, args.simulated_devices_per_node
+    if nodes is None and per_node is None and _platform() == "cpu":
+        nodes, per_node = max(processes.count, 2), 2
+    return nodes, per_node
+
+
+def _look_at_devices(args: argparse.Namespace, layout: Layout, exchange: Exchange) -> Iterator[Finding]:
+    """What needs them, from the harmless to what may hang."""
+
+    def devices() -> Iterator[Finding]:
+        visible = 0 if layout.platform == "cpu" else count_gpus(layout.platform)
+        driver = launch.environment()["driver"]
+        yield from doctor.check_devices(layout, driver, visible, jax.local_device_count())
+
+    broken = "the driver does not answer: look into dmesg, and reboot the node"
+    yield from examine("devices", devices, limit_s=_LOOK_S, if_stuck=broken)
+    yield from examine("memory", lambda: doctor.check_memory(layout), limit_s=_LOOK_S, if_stuck=broken)
+    if layout.process_count > 1:
+        lost = "see whether all processes still run, and reach the run folder"
+        look = lambda: doctor.check_shared_between(exchange, args.run_dir)  # noqa: E731
+        yield from examine("shared run folder", look, limit_s=_SHARED_S, if_stuck=lost)
+    yield from _try_collectives(layout, args.timeout)
+
+
+def _try_collectives(layout: Layout, limit_s: float) -> Iterator[Finding]:
+    library = {"cuda": "NCCL", "rocm": "RCCL"}.get(layout.platform)
+    advice = f"set NCCL_DEBUG=INFO and run again: it names the link; NCCL_SOCKET_IFNAME chooses {library}'s interface"
+    if library is None:
+        advice = "see whether every process still runs, and whether a firewall closes ports between the nodes"
+    for name, axes in doctor.axes_to_check(layout).items():
+        finished: list[Finding] = []
+
+        def look(name: str = name, axes: tuple[str, ...] = axes, finished: list[Finding] = finished) -> list[Finding]:
+            finished += doctor.check_psum(name, layout, axes)
+            return finished
+
+        yield from examine(name, look, limit_s=limit_s, if_stuck=advice)
+        if not finished:
+            # The next one would wait behind it.
+            return
+
+
+def _conclude(args: argparse.Namespace, mine: Sequence[Finding], exchange: Exchange, table: _Table) -> int:
+    """The exit code, the same in all processes, after process 0 has printed everyone's findings."""
+    # All processes have the same limits, so they are at most one collective apart.
+    patience_s = args.timeout + _SHARED_S
+    exchange.tell("report", [socket.gethostname(), [dataclasses.astuple(finding) for finding in mine]])
+    if exchange.index > 0:
+        try:
+            code = exchange.hear("verdict", 0, 2 * patience_s)
+        except TimeoutError:
+            lost = doctor.fail("processes", f"process 0 printed no table within {2 * patience_s:g} s")
+            code = table.print([*mine, lost], f"process {exchange.index} on {socket.gethostname()}:")
+        exchange.tell("goodbye", True)
+        return code
+    heard = exchange.hear_all("report", patience_s)
+    code = table.print([*_missing(heard, exchange.count), *doctor.merge(_reports(heard))])
+    exchange.tell("verdict", code)
+    exchange.tell("goodbye", True)
+    # jax's coordinator ends with process 0, and takes those with it that have not left yet.
+    exchange.hear_all("goodbye", _GOODBYE_S)
+    return code
+
+
+def _reports(heard: dict[int, Any]) -> list[Report]:
+    return [
+        Report(process, host, tuple(Finding(check, Status(status), *rest) for check, status, *rest in findings))
+        for process, (host, findings) in sorted(heard.items())
+    ]
+
+
+def _missing(heard: dict[int, Any], num_processes: int) -> list[Finding]:
+    silent = [process for process in range(num_processes) if process not in heard]
+    if not silent:
+        return []
+    fix = "see the output of these processes, and whether their nodes are up"
+    return [doctor.fail("processes", f"no report from {doctor.ranges(silent)} of {num_processes}", fix)]
+
+
+def _title(processes: Processes) -> str | None:
+    """Processes that did not meet print a table each."""
+    return f"process {processes.index} on {socket.gethostname()}:" if processes.count > 1 else None
