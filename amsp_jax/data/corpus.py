@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import tokenizers
 
 from amsp_jax.data.cache import cached, open_cache
-from amsp_jax.data.sources import TOKEN_SUFFIXES, TextSource, open_text, open_tokens
+from amsp_jax.data.scans import remembered
+from amsp_jax.data.sources import OnCorrupt, Summary, TextSource, open_text
+from amsp_jax.data.token_files import TOKEN_SUFFIXES, TokenFile, check_ids, open_npy, open_tokens, scan
 from amsp_jax.data.tokenizer import Tokenizer, check_vocab_size, train_tokenizer
 from amsp_jax.data.windows import TokenDataset, Windows, split_places
 from amsp_jax.errors import UserError
@@ -24,6 +27,7 @@ _TOKENIZER_TRAINING_BYTES = 4 << 20
 _SAMPLE_PIECE_CHARS = 1 << 14
 # With fewer, one long document decides how large the validation set is.
 _MIN_VALIDATION_DOCUMENTS = 8
+_NAMED_IN_DESCRIPTION = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,12 +39,29 @@ class Datasets:
       validation: once, in a fixed order; no rows if the corpus has a single window or the fraction is 0.
       tokenizer: None for a file of token ids.
       description: a few lines for the start of a run.
+      fingerprint: digests by name, equal where the same rows are read from the same corpus; JSON values.
+      corrupt: the records that were left out, each as `file:line: reason`; the first 10,000 of them.
     """
 
     train: TokenDataset
     validation: TokenDataset
     tokenizer: Tokenizer | None
     description: str
+    fingerprint: Mapping[str, str]
+    corrupt: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Corpus:
+    """A corpus before it is cut into windows: one array, or two if it is split by documents."""
+
+    arrays: Sequence[TokenFile]
+    num_documents: tuple[int | None, int | None] = (None, None)
+    tokenizer: Tokenizer | None = None
+    end_of_document: int | None
+    fingerprint: Mapping[str, str]
+    corrupt: tuple[str, ...] = ()
+    lines: Sequence[str]
 
 
 def open_dataset(
@@ -53,8 +74,9 @@ def open_dataset(
     cache_dir: Path | None = None,
     validation_fraction: float = 0.02,
     end_of_document: int | None = None,
+    on_corrupt: OnCorrupt = "stop",
 ) -> Datasets:
-    """Opens a corpus; text is tokenised at the first start and memory-mapped from the cache afterwards.
+    """Opens a corpus; text is tokenised at the first start and read from the cache afterwards.
 
     Args:
       data: `stdlib` (the Python standard library's sources), a folder of text files, a text file, a `.jsonl`
@@ -66,30 +88,38 @@ def open_dataset(
       cache_dir: for tokenizers and tokens; None is the user's cache folder.
       validation_fraction: of the documents, or of the windows where documents are few or unknown.
       end_of_document: the id that ends a document in a file of token ids, if it has one.
+      on_corrupt: `stop` makes a corrupt record of text an error, `skip` leaves it out.
 
     Raises:
       UserError: the corpus is missing, unreadable, empty, corrupt or too small, or a number is out of range.
+        `TokenDataset.rows` raises it when the corpus or the cache disappears or changes while it is read.
     """
     _check_numbers(seq_len, global_batch, seed, validation_fraction)
-    is_tokens = Path(data).suffix in TOKEN_SUFFIXES
-    _check_end(data, is_tokens, end_of_document, vocab_size)
-    if is_tokens:
-        arrays = [open_tokens(data, vocab_size)]
-        counts: tuple[int | None, int | None] = (None, None)
-        tokenizer, lines = None, [f"data: {data}, {arrays[0].size:,} token ids ({arrays[0].dtype}), split by windows"]
+    if Path(data).suffix in TOKEN_SUFFIXES:
+        _check_end(end_of_document, vocab_size)
+        corpus = _open_token_corpus(data, vocab_size, end_of_document, cache_dir)
     else:
-        tokenizer, arrays, counts, lines = _open_text_corpus(data, vocab_size, validation_fraction, cache_dir)
-        end_of_document = tokenizer.end_of_document
-    _check_length(data, arrays[0], seq_len)
-    parts = [Windows(tokens=tokens, seq_len=seq_len, end_of_document=end_of_document) for tokens in arrays]
+        _refuse_end(data, end_of_document)
+        corpus = _open_text_corpus(data, vocab_size, validation_fraction, cache_dir, on_corrupt)
+    _check_length(data, corpus.arrays[0], seq_len)
+    parts = [
+        Windows(tokens=tokens, seq_len=seq_len, end_of_document=corpus.end_of_document) for tokens in corpus.arrays
+    ]
     if len(parts) == 1:
         parts = _split_windows(parts[0], validation_fraction)
     train, validation = (
         TokenDataset(windows=windows, global_batch=global_batch, seed=order, num_documents=count)
-        for windows, order, count in zip(parts, (seed, None), counts, strict=True)
+        for windows, order, count in zip(parts, (seed, None), corpus.num_documents, strict=True)
     )
-    lines += [f"train: {train.describe()}", f"validation: {validation.describe()}"]
-    return Datasets(train=train, validation=validation, tokenizer=tokenizer, description="\n".join(lines))
+    lines = [*corpus.lines, f"train: {train.describe()}", f"validation: {validation.describe()}"]
+    return Datasets(
+        train=train,
+        validation=validation,
+        tokenizer=corpus.tokenizer,
+        description="\n".join(lines),
+        fingerprint=corpus.fingerprint,
+        corrupt=corpus.corrupt,
+    )
 
 
 def _check_numbers(seq_len: int, global_batch: int, seed: int, validation_fraction: float) -> None:
@@ -103,19 +133,20 @@ def _check_numbers(seq_len: int, global_batch: int, seed: int, validation_fracti
         )
 
 
-def _check_end(data: str, is_tokens: bool, end_of_document: int | None, vocab_size: int) -> None:
-    if end_of_document is None:
-        return
-    if not is_tokens:
+def _check_end(end_of_document: int | None, vocab_size: int) -> None:
+    if end_of_document is not None and not 0 <= end_of_document < vocab_size:
+        raise UserError(f"end of document {end_of_document} is not in the vocabulary, ids 0 to {vocab_size - 1}.")
+
+
+def _refuse_end(data: str, end_of_document: int | None) -> None:
+    if end_of_document is not None:
         raise UserError(
             f"end of document {end_of_document} is for files of token ids ({', '.join(sorted(TOKEN_SUFFIXES))}), but "
             f"{data!r} is text, whose tokenizer has its own. Leave it out."
         )
-    if not 0 <= end_of_document < vocab_size:
-        raise UserError(f"end of document {end_of_document} is not in the vocabulary, ids 0 to {vocab_size - 1}.")
 
 
-def _check_length(data: str, tokens: np.ndarray, seq_len: int) -> None:
+def _check_length(data: str, tokens: TokenFile, seq_len: int) -> None:
     num_rows, length = tokens.shape
     if length < 2 or (num_rows == 1 and length <= seq_len):
         raise UserError(
@@ -130,43 +161,101 @@ def _split_windows(everything: Windows, fraction: float) -> list[Windows]:
     return [dataclasses.replace(everything, chosen=places) for places in chosen]
 
 
-def _open_text_corpus(
-    data: str, vocab_size: int, validation_fraction: float, cache_dir: Path | None
-) -> tuple[Tokenizer, list[np.ndarray], tuple[int | None, int | None], list[str]]:
-    """`(tokenizer, arrays [1, length], documents of train and validation, lines)`; one array if documents are few."""
-    check_vocab_size(vocab_size)
-    source = open_text(data)
-    digest, num_documents, num_bytes = source.summary()
-    by_documents = round(validation_fraction * num_documents) >= _MIN_VALIDATION_DOCUMENTS
-    is_validation = split_places(num_documents, validation_fraction if by_documents else 0)
+def _open_token_corpus(data: str, vocab_size: int, end_of_document: int | None, cache_dir: Path | None) -> _Corpus:
+    tokens = open_tokens(data, vocab_size)
     cache, note = open_cache(cache_dir)
+    key = _key("ids", tokens.dtype.str, tokens.shape)
+    found = remembered(
+        cache, key, [tokens.path], lambda: dict(zip(("digest", "low", "high"), scan(tokens), strict=True))
+    )
+    check_ids(tokens, (found["low"], found["high"]), vocab_size)
+    return _Corpus(
+        arrays=[tokens],
+        end_of_document=end_of_document,
+        fingerprint={"token ids": found["digest"]},
+        lines=[f"data: {data}, {tokens.size:,} token ids ({tokens.dtype}), split by windows", *_noted(note)],
+    )
 
-    tokenizer_key = _key(digest, vocab_size, is_validation.sum(), tokenizers.__version__)
-    tokenizer_dir = cached(
+
+def _noted(note: str) -> list[str]:
+    return [f"note: {note}"] if note else []
+
+
+def _open_text_corpus(
+    data: str, vocab_size: int, validation_fraction: float, cache_dir: Path | None, on_corrupt: OnCorrupt
+) -> _Corpus:
+    check_vocab_size(vocab_size)
+    source = open_text(data, on_corrupt)
+    cache, note = open_cache(cache_dir)
+    summary = _summary(source, cache, on_corrupt)
+    by_documents = round(validation_fraction * summary.num_documents) >= _MIN_VALIDATION_DOCUMENTS
+    is_validation = split_places(summary.num_documents, validation_fraction if by_documents else 0)
+
+    tokenizer = _make_tokenizer(source, summary, is_validation, vocab_size, cache)
+    tokens_key = _key(summary.digest, is_validation.sum(), tokenizer.to_json())
+    tokens_dir = cached(
+        cache, f"tokens-{tokens_key}", lambda folder: _write_tokens(folder, source, summary, tokenizer, is_validation)
+    )
+    parts = ("train", "validation") if by_documents else ("train",)
+    with _from_cache(tokens_dir):
+        arrays = [open_npy(tokens_dir / f"{part}.npy") for part in parts]
+    num_held_out = int(is_validation.sum())
+    num_tokens = sum(array.size for array in arrays)
+    return _Corpus(
+        arrays=arrays,
+        num_documents=(summary.num_documents - num_held_out, num_held_out) if by_documents else (None, None),
+        tokenizer=tokenizer,
+        end_of_document=tokenizer.end_of_document,
+        fingerprint={"text": summary.digest, "tokenizer": _key(tokenizer.to_json())},
+        corrupt=summary.corrupt,
+        lines=[
+            f"data: {source.name}, {summary.num_documents:,} documents, {summary.num_bytes:,} bytes, {num_tokens:,} "
+            f"tokens ({summary.num_bytes / num_tokens:.2f} bytes a token), split by "
+            f"{'documents' if by_documents else 'windows'}",
+            *_corrupt_line(summary),
+            f"tokenizer: byte-level BPE of {tokenizer.vocab_size:,} tokens, cached in {cache}",
+            *_noted(note),
+        ],
+    )
+
+
+def _summary(source: TextSource, cache: Path, on_corrupt: OnCorrupt) -> Summary:
+    """Of the pass over the corpus, or of an earlier one over the same files."""
+    found = remembered(cache, _key("text", on_corrupt), source.files, lambda: dataclasses.asdict(source.summary()))
+    return Summary(**{**found, "corrupt": tuple(found["corrupt"])})
+
+
+def _corrupt_line(summary: Summary) -> list[str]:
+    if not summary.num_corrupt:
+        return []
+    named = "; ".join(summary.corrupt[:_NAMED_IN_DESCRIPTION])
+    more = "; ..." if summary.num_corrupt > _NAMED_IN_DESCRIPTION else ""
+    total = summary.num_corrupt + summary.num_documents
+    return [f"corrupt: {summary.num_corrupt:,} of {total:,} records are left out: {named}{more}"]
+
+
+def _make_tokenizer(
+    source: TextSource, summary: Summary, is_validation: np.ndarray, vocab_size: int, cache: Path
+) -> Tokenizer:
+    key = _key(summary.digest, vocab_size, is_validation.sum(), tokenizers.__version__)
+    folder = cached(
         cache,
-        f"tokenizer-{tokenizer_key}",
-        lambda folder: train_tokenizer(_sample(source, is_validation, num_bytes), vocab_size).save(
+        f"tokenizer-{key}",
+        lambda folder: train_tokenizer(_sample(source, summary, is_validation), vocab_size).save(
             folder / "tokenizer.json"
         ),
     )
-    tokenizer = Tokenizer.load(tokenizer_dir / "tokenizer.json")
-    tokens_dir = cached(
-        cache,
-        f"tokens-{_key(digest, is_validation.sum(), tokenizer.to_json())}",
-        lambda folder: _write_tokens(folder, source, tokenizer, is_validation),
-    )
-    parts = ("train", "validation") if by_documents else ("train",)
-    arrays = [np.load(tokens_dir / f"{part}.npy", mmap_mode="r")[None] for part in parts]
-    num_held_out = int(is_validation.sum())
-    counts = (num_documents - num_held_out, num_held_out) if by_documents else (None, None)
-    num_tokens = sum(array.size for array in arrays)
-    lines = [
-        f"data: {source.name}, {num_documents:,} documents, {num_bytes:,} bytes, {num_tokens:,} tokens "
-        f"({num_bytes / num_tokens:.2f} bytes a token), split by {'documents' if by_documents else 'windows'}",
-        f"tokenizer: byte-level BPE of {tokenizer.vocab_size:,} tokens, cached in {cache}",
-        *([f"note: {note}"] if note else []),
-    ]
-    return tokenizer, arrays, counts, lines
+    with _from_cache(folder):
+        return Tokenizer.load(folder / "tokenizer.json")
+
+
+@contextlib.contextmanager
+def _from_cache(folder: Path) -> Iterator[None]:
+    """Says of a file that is damaged what to do about it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{error} It is of the data cache: delete {folder}, the next start makes it anew.") from error
 
 
 def _key(*parts: object) -> str:
@@ -174,11 +263,11 @@ def _key(*parts: object) -> str:
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
-def _sample(source: TextSource, is_validation: np.ndarray, num_bytes: int) -> Iterator[str]:
+def _sample(source: TextSource, summary: Summary, is_validation: np.ndarray) -> Iterator[str]:
     """A few megabytes of training text: every n-th piece of the corpus."""
-    every = -(-num_bytes // _TOKENIZER_TRAINING_BYTES)
+    every = -(-summary.num_bytes // _TOKENIZER_TRAINING_BYTES)
     piece = itertools.count()
-    for document, held_out in zip(source.documents(), is_validation, strict=True):
+    for document, held_out in zip(source.documents(summary), is_validation, strict=True):
         if held_out:
             continue
         for start in range(0, len(document), _SAMPLE_PIECE_CHARS):
@@ -186,11 +275,13 @@ def _sample(source: TextSource, is_validation: np.ndarray, num_bytes: int) -> It
                 yield document[start : start + _SAMPLE_PIECE_CHARS]
 
 
-def _write_tokens(folder: Path, source: TextSource, tokenizer: Tokenizer, is_validation: np.ndarray) -> None:
+def _write_tokens(
+    folder: Path, source: TextSource, summary: Summary, tokenizer: Tokenizer, is_validation: np.ndarray
+) -> None:
     """Writes `train.npy` and `validation.npy`: documents one after the other, each with its end of document."""
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     with _NpyWriter(folder / "train.npy", dtype) as train, _NpyWriter(folder / "validation.npy", dtype) as validation:
-        for number, ids in tokenizer.encode_documents(source.documents()):
+        for number, ids in tokenizer.encode_documents(source.documents(summary)):
             (validation if is_validation[number] else train).append(ids)
 
 

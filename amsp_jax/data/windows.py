@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import grain
 import numpy as np
 
+from amsp_jax.data.token_files import TokenFile
+
 Rows = dict[str, np.ndarray]
 """`tokens`, `targets` int32 and `weights` float32, each [num_rows, seq_len] (or [seq_len], for one window)."""
 
@@ -24,13 +26,13 @@ class Windows:
     """A random-access source of windows, in the order of the corpus.
 
     Attributes:
-      tokens: [num_rows, length] of any integer type, usually memory-mapped.
+      tokens: [num_rows, length] of any integer type.
       seq_len: tokens of a window.
       end_of_document: the id that ends a document; None if the tokens have none.
       chosen: which windows of `tokens` this source has; None is all of them.
     """
 
-    tokens: np.ndarray
+    tokens: np.ndarray | TokenFile
     seq_len: int
     end_of_document: int | None = None
     chosen: np.ndarray | None = None
@@ -41,7 +43,7 @@ class Windows:
         return -(-(self.tokens.shape[1] - 1) // self.seq_len)
 
     def __len__(self) -> int:
-        return len(self.tokens) * self.windows_per_row if self.chosen is None else len(self.chosen)
+        return self.tokens.shape[0] * self.windows_per_row if self.chosen is None else len(self.chosen)
 
     def __getitem__(self, index: int) -> Rows:
         """The window as one row of a batch."""
@@ -65,7 +67,7 @@ class Windows:
     def num_targets(self) -> int:
         """Tokens that are predicted when every window is read once."""
         if self.chosen is None:
-            return len(self.tokens) * (self.tokens.shape[1] - 1)
+            return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
         _, offsets = self._locate(self.chosen)
         return int(np.minimum(self.seq_len, self.tokens.shape[1] - 1 - offsets).sum())
 
