@@ -22,6 +22,7 @@ import jax
 
 from amsp_jax.config import FIELDS, TrainConfig, did_you_mean
 from amsp_jax.errors import UserError
+from amsp_jax.gin_safety import check_text, checked_files
 from amsp_jax.model import Model
 from amsp_jax.optimizer import OPTIMIZERS
 from amsp_jax.strategy import PRESETS, PRESETS_WITH_RANKS
@@ -173,9 +174,10 @@ def load_config(gin_files: Sequence[Path], bindings: Sequence[str] = ()) -> Load
     Raises:
       UserError: a file that is not gin, an unknown name, a binding without effect, a wrong type or range.
     """
-    for path in gin_files:
-        _refuse_base_include(path)
     with _gin_errors():
+        for path in gin_files:
+            _check_file(path)
+        check_text("\n".join(bindings), "a binding")
         gin.clear_config()
         gin.parse_config_files_and_bindings(
             [str(path) for path in (BASE_CONFIG, *gin_files)], list(bindings), finalize_config=False
@@ -261,7 +263,7 @@ def _gin_errors() -> Iterator[None]:
         raise UserError(str(error).split("\n  In call to configurable")[0]) from None
     except SyntaxError as error:
         raise UserError(_syntax_message(error)) from None
-    except Exception as error:  # gin has no exception type of its own, and a file may import any module
+    except Exception as error:  # gin has no exception type of its own
         raise UserError(_binding_message(str(error))) from None
     finally:
         logging.disable(logging.NOTSET)
@@ -283,14 +285,11 @@ def _binding_message(message: str) -> str:
     return message
 
 
-def _refuse_base_include(path: Path) -> None:
-    """Including `base.gin` would undo what an earlier file set."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--gin_file={path} cannot be read as text: {error}") from None
-    if re.search(rf"^\s*include\s.*{re.escape(BASE_CONFIG.name)}", text, re.MULTILINE):
-        raise UserError(f"{path} includes {BASE_CONFIG.name}, which is always read first; remove the include")
+def _check_file(path: Path) -> None:
+    """No code, and no `base.gin`, which would undo what an earlier file set."""
+    for file in checked_files(path, (Path(), REPOSITORY)):
+        if file != path and file.resolve() == BASE_CONFIG:
+            raise UserError(f"{path} includes {BASE_CONFIG.name}, which is always read first; remove the include")
 
 
 def _refuse_unused(config_gin: str, operative_gin: str) -> None:

@@ -36,7 +36,7 @@ def open_cache(directory: Path | None) -> tuple[Path, str]:
     return usual, ""
 
 
-def cached(cache: Path, name: str, build: Callable[[Path], None]) -> Path:
+def cached(cache: Path, name: str, build: Callable[[Path], object]) -> Path:
     """The folder `cache/name`, filled by `build(folder)` if it is not there yet.
 
     The folder appears whole or not at all. Of two processes that build at once the first to finish

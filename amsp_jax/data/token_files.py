@@ -12,6 +12,7 @@ import os
 import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +56,7 @@ class TokenFile:
         """Number of ids."""
         return math.prod(self.shape)
 
-    def __getitem__(self, index: tuple[int, slice]) -> np.ndarray:
+    def __getitem__(self, index: tuple[Any, slice]) -> np.ndarray:
         row, span = index
         start, stop, _ = span.indices(self.shape[1])
         return self.read(int(row) * self.shape[1] + start, stop - start)
@@ -170,7 +171,7 @@ def scan(tokens: TokenFile) -> tuple[str, int, int]:
     low, high = (math.inf, 0), (-math.inf, 0)
     for start in range(0, tokens.size, _CHUNK_IDS):
         ids = tokens.read(start, min(_CHUNK_IDS, tokens.size - start))
-        digest.update(ids)
+        digest.update(ids.data)
         first, last = int(ids.argmin()), int(ids.argmax())
         low = min(low, (int(ids[first]), start + first))
         high = max(high, (int(ids[last]), start + last), key=lambda found: found[0])
