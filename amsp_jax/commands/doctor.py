@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -29,7 +31,7 @@ _LOOK_S, _FILES_S = 30.0, 60.0
 # The meeting and jax's own start each have a minute.
 _START_S = 240.0
 _SHARED_S = 120.0
-_GOODBYE_S = 10.0
+_REPORT_S, _GOODBYE_S, _LEAVE_S = 30.0, 10.0, 0.5
 _STDOUT, _STDERR = 1, 2
 
 
@@ -78,11 +80,12 @@ def run(args: argparse.Namespace) -> None:
     with _stdout_to_ourselves() as stdout:
         table = _Table(stdout, args.json)
         code = _check(args, processes, problems, table)
-        if doctor.is_stuck():
-            # An orderly end would wait for the thread that hangs.
+        if doctor.is_stuck() or processes.count > 1:
+            # An orderly end would wait for the thread that hangs, and for processes that may be lost.
+            sys.stderr.flush()
             os._exit(code)
     if code:
-        launch.end_process(code)
+        sys.exit(code)
 
 
 @contextlib.contextmanager
@@ -149,9 +152,8 @@ def _look_around(args: argparse.Namespace, processes: Processes) -> list[Finding
         ("run folder", lambda: doctor.check_run_folder(args.run_dir), _FILES_S),
         ("cache", lambda: doctor.check_folder("cache", _cache()), _FILES_S),
     ]
-    return [
-        finding for name, check, limit_s in look for finding in examine(name, check, limit_s=limit_s, if_stuck=busy)
-    ]
+    examined = [examine(name, check, limit_s=limit_s, if_stuck=busy) for name, check, limit_s in look]
+    return [finding for each in examined for finding in each.findings]
 
 
 def _cache() -> Path:
@@ -167,6 +169,8 @@ def _start(args: argparse.Namespace, processes: Processes, mine: list[Finding], 
         table.print([*mine, doctor.fail("start", stuck, fix)], _title(processes))
         os._exit(1)
 
+    # A process that dies is a line of the table; without this, jax takes all others with it.
+    jax.config.update("jax_enable_recoverability", True)
     try:
         with _time_limit(_START_S, give_up):
             nodes, per_node = _grid(args, processes)
@@ -218,29 +222,30 @@ def _look_at_devices(args: argparse.Namespace, layout: Layout, exchange: Exchang
         driver = launch.environment()["driver"]
         yield from doctor.check_devices(layout, driver, visible, jax.local_device_count())
 
+    def shared() -> Iterator[Finding]:
+        return doctor.check_shared_between(exchange, args.run_dir)
+
     broken = "the driver does not answer: look into dmesg, and reboot the node"
-    yield from examine("devices", devices, limit_s=_LOOK_S, if_stuck=broken)
-    yield from examine("memory", lambda: doctor.check_memory(layout), limit_s=_LOOK_S, if_stuck=broken)
+    yield from examine("devices", devices, limit_s=_LOOK_S, if_stuck=broken).findings
+    yield from examine("memory", lambda: doctor.check_memory(layout), limit_s=_LOOK_S, if_stuck=broken).findings
     if layout.process_count > 1:
         lost = "see whether all processes still run, and reach the run folder"
-        look = lambda: doctor.check_shared_between(exchange, args.run_dir)  # noqa: E731
-        yield from examine("shared run folder", look, limit_s=_SHARED_S, if_stuck=lost)
+        findings, all_came = examine("shared run folder", shared, limit_s=_SHARED_S, if_stuck=lost)
+        yield from findings
+        if not all_came:
+            # A collective would only wait for them.
+            return
     yield from _try_collectives(layout, args.timeout)
 
 
 def _try_collectives(layout: Layout, limit_s: float) -> Iterator[Finding]:
-    library = {"cuda": "NCCL", "rocm": "RCCL"}.get(layout.platform)
-    advice = f"set NCCL_DEBUG=INFO and run again: it names the link; NCCL_SOCKET_IFNAME chooses {library}'s interface"
-    if library is None:
+    advice = "set NCCL_DEBUG=INFO and run again: it names the link; NCCL_SOCKET_IFNAME chooses the interface"
+    if layout.platform == "cpu":
         advice = "see whether every process still runs, and whether a firewall closes ports between the nodes"
     for name, axes in doctor.axes_to_check(layout).items():
-        finished: list[Finding] = []
-
-        def look(name: str = name, axes: tuple[str, ...] = axes, finished: list[Finding] = finished) -> list[Finding]:
-            finished += doctor.check_psum(name, layout, axes)
-            return finished
-
-        yield from examine(name, look, limit_s=limit_s, if_stuck=advice)
+        look = functools.partial(doctor.check_psum, name, layout, axes)
+        findings, finished = examine(name, look, limit_s=limit_s, if_stuck=advice)
+        yield from findings
         if not finished:
             # The next one would wait behind it.
             return
@@ -249,7 +254,7 @@ def _try_collectives(layout: Layout, limit_s: float) -> Iterator[Finding]:
 def _conclude(args: argparse.Namespace, mine: Sequence[Finding], exchange: Exchange, table: _Table) -> int:
     """The exit code, the same in all processes, after process 0 has printed everyone's findings."""
     # All processes have the same limits, so they are at most one collective apart.
-    patience_s = args.timeout + _SHARED_S
+    patience_s = args.timeout + _REPORT_S
     exchange.tell("report", [socket.gethostname(), [dataclasses.astuple(finding) for finding in mine]])
     if exchange.index > 0:
         try:
@@ -265,6 +270,7 @@ def _conclude(args: argparse.Namespace, mine: Sequence[Finding], exchange: Excha
     exchange.tell("goodbye", True)
     # jax's coordinator ends with process 0, and takes those with it that have not left yet.
     exchange.hear_all("goodbye", _GOODBYE_S)
+    time.sleep(_LEAVE_S)
     return code
 
 

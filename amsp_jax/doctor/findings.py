@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from amsp_jax.errors import UserError
 
@@ -71,7 +72,14 @@ def fail(check: str, found: str, fix: str = "") -> Finding:
     return Finding(check, Status.FAIL, found, fix)
 
 
-def examine(check: str, look: Callable[[], Iterable[Finding]], *, limit_s: float, if_stuck: str) -> list[Finding]:
+class Examined(NamedTuple):
+    """What a check found, and whether it came to its end."""
+
+    findings: list[Finding]
+    finished: bool
+
+
+def examine(check: str, look: Callable[[], Iterable[Finding]], *, limit_s: float, if_stuck: str) -> Examined:
     """What `look` finds; never an exception, and never later than `limit_s`.
 
     Args:
@@ -81,12 +89,16 @@ def examine(check: str, look: Callable[[], Iterable[Finding]], *, limit_s: float
       if_stuck: the next step for a person whose machine makes it hang.
     """
     found: list[Finding] = []
+    finished = threading.Event()
 
     def run() -> None:
         try:
             found.extend(look())
+            finished.set()
         except UserError as error:
             found.append(fail(check, one_line(error)))
+        except TimeoutError as error:
+            found.append(fail(check, one_line(error), if_stuck))
         except Exception as error:  # whatever is broken here is what the doctor was called for
             problem = f"{type(error).__name__}: {one_line(error)}"
             found.append(fail(check, problem, "this check could not finish; see whether its message says why"))
@@ -95,8 +107,8 @@ def examine(check: str, look: Callable[[], Iterable[Finding]], *, limit_s: float
     thread.start()
     thread.join(limit_s)
     if thread.is_alive():
-        return [*found, fail(check, f"no answer within {limit_s:g} s", if_stuck)]
-    return found
+        return Examined([*found, fail(check, f"no answer within {limit_s:g} s", if_stuck)], finished=False)
+    return Examined(found, finished.is_set())
 
 
 def is_stuck() -> bool:

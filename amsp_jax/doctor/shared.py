@@ -15,7 +15,7 @@ from amsp_jax.doctor.findings import Finding, fail, ok, ranges, warn
 
 # A network file system may keep a folder's old listing for this long.
 _VISIBLE_WITHIN_S = 15.0
-_WAIT_S = 30.0
+_WAIT_S = 20.0
 # The processes leave the barrier some hundredths of a second apart, on a loaded machine more.
 _MAX_SKEW_S = 2.0
 
@@ -31,7 +31,7 @@ def check_shared_between(exchange: Exchange, run_dir: Path) -> Iterator[Finding]
     else:
         place = exchange.hear("file", 0, _WAIT_S)
         yield check_shared(Path(place["path"]), place["token"], _VISIBLE_WITHIN_S)
-        exchange.tell("looked", True)
+        exchange.wait_for_all("looked", _VISIBLE_WITHIN_S + _WAIT_S)
     exchange.wait_for_all("clocks", _WAIT_S)
     exchange.tell("clock", time.time())
     if exchange.index == 0:
@@ -47,8 +47,7 @@ def _show_a_file(exchange: Exchange, folder: Path) -> Iterator[Finding]:
         os.fsync(file.fileno())
         fcntl.flock(file, fcntl.LOCK_EX)
         exchange.tell("file", {"path": file.name, "token": token})
-        exchange.tell("looked", True)
-        exchange.hear_all("looked", _VISIBLE_WITHIN_S + _WAIT_S)
+        exchange.wait_for_all("looked", _VISIBLE_WITHIN_S + _WAIT_S)
     yield ok("shared run folder", f"a file of process 0 in {folder} is seen by every process")
 
 
