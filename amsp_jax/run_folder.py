@@ -2,6 +2,9 @@
 
 `run.json` records what makes a run that run. Everything else may change between two commands: the strategy, the
 number of devices, the number of steps.
+
+Nothing is written outside of the folder: a file of it that is a link is refused. A folder that is a link, such as
+`checkpoints` on a larger disk, is followed.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -58,6 +62,7 @@ class RunFolder:
         with contextlib.ExitStack() as stack:
             with _writing(self.path):
                 folder = self._made()
+                _refuse_links(folder.path)
                 stack.enter_context(_locked(folder.path))
                 if not self.is_same_run and (folder.path / _RECORD).exists():
                     raise UserError(f"RUN_DIR={folder.path}: another command began a run there; choose another folder")
@@ -76,10 +81,14 @@ class RunFolder:
         return folder
 
     def write(self, name: str, text: str) -> None:
-        """Writes one file of the folder, whole or not at all."""
+        """Writes one file of the folder, whole or not at all, in place of a link if there is one."""
+        assert name == Path(name).name, name
         part = self.path / f".{name}.part"
         with _writing(self.path):
-            part.write_text(text)
+            # What a killed run left, or a link: "x" writes through neither.
+            part.unlink(missing_ok=True)
+            with part.open("x", encoding="utf-8") as file:
+                file.write(text)
             part.replace(self.path / name)
 
 
@@ -97,15 +106,39 @@ def find_run_folder(config: TrainConfig) -> RunFolder:
     if config.run_dir is None:
         _require_writable(DEFAULT_PARENT)
         return RunFolder(_next_numbered(DEFAULT_PARENT), is_same_run=False, is_numbered=True)
-    path = Path(config.run_dir).expanduser()
+    path = _named(config.run_dir)
     _require_writable(path)
-    if not path.is_dir() or not any(path.iterdir()):
-        return RunFolder(path, is_same_run=False)
-    _require_same(path, _read_record(path), identity(config))
-    if (path / _LOCK).exists():
-        with _locked(path):
-            pass
+    with _writing(path):
+        if not path.is_dir() or not any(path.iterdir()):
+            return RunFolder(path, is_same_run=False)
+        _require_same(path, _read_record(path), identity(config))
+        _refuse_links(path)
+        if (path / _LOCK).exists():
+            with _locked(path):
+                pass
     return RunFolder(path, is_same_run=True)
+
+
+def _named(run_dir: str) -> Path:
+    try:
+        path = Path(run_dir).expanduser()
+        # Whether the system can write it down: no NUL, no half of a surrogate pair.
+        os.fsencode(path)
+        if "\0" in run_dir:
+            raise ValueError("it holds a NUL")
+    # No such user as in `~user`.
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"RUN_DIR={run_dir!r} cannot be a path: {error}; choose another folder") from None
+    return path
+
+
+def _refuse_links(path: Path) -> None:
+    links = sorted(entry.name for entry in path.iterdir() if entry.is_symlink() and not entry.is_dir())
+    if links:
+        raise UserError(
+            f"RUN_DIR={path}: {links[0]} is a link, and the run would write where it leads; only folders may be "
+            f"links, as {CHECKPOINTS} on another disk. Remove it"
+        )
 
 
 def _require_writable(path: Path) -> None:
@@ -149,11 +182,12 @@ def _next_numbered(parent: Path) -> Path:
 
 def _read_record(path: Path) -> Mapping[str, Any]:
     try:
-        return json.loads((path / _RECORD).read_text())
-    except (OSError, ValueError):
-        raise UserError(
-            f"RUN_DIR={path} holds files but no readable {_RECORD}, so it is no run; choose another folder"
-        ) from None
+        record = json.loads((path / _RECORD).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict):
+        raise UserError(f"RUN_DIR={path} holds files but no readable {_RECORD}, so it is no run; choose another folder")
+    return record
 
 
 def _require_same(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:

@@ -34,8 +34,11 @@ def save_cluster(cluster: Cluster, path: str | os.PathLike[str]) -> None:
     """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
     try:
-        temporary.write_text(to_json(cluster))
+        # "x" does not write through a link that somebody put there.
+        with temporary.open("x") as file:
+            file.write(to_json(cluster))
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
