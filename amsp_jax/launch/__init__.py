@@ -7,3 +7,5 @@ from amsp_jax.launch.processes import end_process as end_process
 from amsp_jax.launch.together import from_process_0 as from_process_0
 from amsp_jax.launch.together import process_0_first as process_0_first
 from amsp_jax.launch.together import say as say
+from amsp_jax.launch.watch import Watch as Watch
+from amsp_jax.launch.watch import own_watch as own_watch

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
 import pathlib
 import re
+import secrets
 import socket
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jaxlib.version
 
 from amsp_jax import xla_flags
 from amsp_jax.cluster import Cluster, device_peak
 from amsp_jax.errors import UserError
 from amsp_jax.launch.accelerator import VISIBILITY, count_gpus, find_platform
 from amsp_jax.launch.grid import Grid, real_grid, share_gpus, simulated_grid, simulated_share
-from amsp_jax.launch.processes import Processes, end_all_on_error, find_processes, is_loopback
-from amsp_jax.launch.rendezvous import Facts, meet
+from amsp_jax.launch.lines import listen
+from amsp_jax.launch.processes import Processes, end_all_on_error, find_processes
+from amsp_jax.launch.rendezvous import Facts, is_loopback, meet
+from amsp_jax.launch.together import add_up
+from amsp_jax.launch.watch import Watch, own_watch
 
-# A dead peer is noticed after the heartbeat's timeout (jax: 100 s); a process that ends waits this long for
-# the others (jax: 300 s).
+# The second line behind the watch. A dead peer is noticed after the heartbeat's timeout (jax: 100 s); a process that
+# ends waits this long for the others (jax: 300 s).
 _HEARTBEAT_S, _SHUTDOWN_S = 30, 60
+# For the drivers of the devices, and jax's own exchange between the processes.
+_DEVICES_S = 300.0
 # By default jax takes 75 % of a GPU. The rest is for NCCL, cuDNN and the context.
 _MEMORY_FRACTION = "0.92"
 
@@ -74,6 +84,7 @@ def setup(
     num_processes: int | None = None,
     process_id: int | None = None,
     timeout_s: float = 60.0,
+    same: Mapping[str, str] | None = None,
 ) -> Layout:
     """Chooses the platform, joins the processes, sets XLA's flags and returns the devices in order.
 
@@ -85,13 +96,14 @@ def setup(
       extra_xla_flags: as in `XLA_FLAGS`, and stronger.
       coordinator, num_processes, process_id: for a run of several processes that SLURM did not start;
         `num_processes=1` keeps a process alone wherever it runs.
-      timeout_s: how long the processes wait for one another.
+      timeout_s: how long the processes wait for one another, and for their first collective.
+      same: names and values, such as the settings of the run, that must be equal in all processes.
 
     Raises:
       UserError: the settings contradict one another, the devices, or those of another process.
     """
     platform, notes = find_platform(_asked_platforms())
-    processes = find_processes(coordinator, num_processes, process_id)
+    processes, watch = find_processes(coordinator, num_processes, process_id), own_watch()
     end_all_on_error(processes.count)
     simulated = (_or_one(simulated_nodes), _or_one(simulated_devices_per_node))
     if platform == "cpu":
@@ -104,7 +116,8 @@ def setup(
     asked: dict[str, Any] = {"DEVICES_PER_NODE": devices_per_node}
     if platform == "cpu":
         asked = {"SIMULATED_NODES": simulated[0], "SIMULATED_DEVICES_PER_NODE": simulated[1]}
-    everyone = _meet(processes, platform, num_local, asked, timeout_s)
+    watch.doing("waiting for the other processes")
+    everyone = _meet(processes, platform, num_local, {**asked, **(same or {})}, timeout_s)
     gpu_ids = None
     if platform == "cpu":
         grid = simulated_grid(simulated, everyone)
@@ -113,6 +126,7 @@ def setup(
         grid = real_grid(everyone, devices_per_node)
     notes += _set_flags(platform, extra_xla_flags)
     _choose_backend(platform, num_local, processes.count)
+    watch.doing("starting the devices", _DEVICES_S)
     _connect(processes, gpu_ids, timeout_s)
     _start_backend(platform)
     if platform != "cpu" and processes.count == 1:
@@ -120,6 +134,10 @@ def setup(
         everyone = [dataclasses.replace(everyone[0], num_devices=jax.device_count())]
         grid = real_grid(everyone, devices_per_node)
     devices = _ordered_devices(grid, everyone)
+    if processes.count > 1:
+        watch.doing("running the first collective", timeout_s)
+        add_up(devices)
+    watch.doing("starting")
     return Layout(
         platform=platform,
         num_nodes=grid.num_nodes,
@@ -148,8 +166,9 @@ def _unused(why: str, **settings: int | None) -> list[str]:
 
 
 def _meet(processes: Processes, platform: str, num_local: int, asked: dict[str, Any], timeout_s: float) -> list[Facts]:
-    """What every process says of itself; `asked` must be the same for all."""
+    """What every process says of itself, `asked` being the same for all; from here on they watch one another."""
     host = socket.gethostname()
+    listener = listen(0) if processes.count > 1 and processes.index == 0 else None
     mine = Facts(
         index=processes.index,
         count=processes.count,
@@ -159,11 +178,14 @@ def _meet(processes: Processes, platform: str, num_local: int, asked: dict[str, 
         num_devices=num_local,
         gpus=_gpu_group(platform, processes),
         memory_bytes=_available_memory(),
-        settings={"the platform": platform, "jax": jax.__version__, **asked},
+        settings={"the platform": platform, **_versions(), **asked},
+        watch_port=listener.getsockname()[1] if listener else 0,
+        watch_key=secrets.token_hex(8) if listener else "",
     )
     if processes.count == 1:
         return [mine]
     everyone = meet(processes.coordinator, mine, timeout_s)
+    _watch_one_another(own_watch(), processes, everyone, listener)
     lonely = [facts.host for facts in everyone if facts.loopback]
     # gloo, which carries collectives between CPUs, binds to the address of the host's own name.
     if platform == "cpu" and len({facts.node for facts in everyone}) > 1 and lonely:
@@ -172,6 +194,23 @@ def _meet(processes: Processes, platform: str, num_local: int, asked: dict[str, 
             "Give it its network address in /etc/hosts."
         )
     return everyone
+
+
+def _versions() -> dict[str, str]:
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__, "python": python}
+
+
+def _watch_one_another(
+    watch: Watch, processes: Processes, everyone: list[Facts], listener: socket.socket | None
+) -> None:
+    hosts, leader = [facts.host for facts in everyone], everyone[0]
+    if listener:
+        watch.lead(hosts, listener, leader.watch_key)
+    else:
+        host = processes.coordinator.rpartition(":")[0].strip("[]")
+        watch.follow(processes.index, hosts, (host, leader.watch_port), leader.watch_key)
+    atexit.register(watch.leave, 0)
 
 
 def _gpu_group(platform: str, processes: Processes) -> str:
@@ -212,6 +251,8 @@ def _choose_backend(platform: str, num_local: int, num_processes: int) -> None:
 def _connect(processes: Processes, gpu_ids: list[int] | None, timeout_s: float) -> None:
     if processes.count == 1:
         return
+    # It would take the place of the handler of SIGTERM.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             processes.coordinator,

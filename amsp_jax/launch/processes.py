@@ -6,19 +6,29 @@ error: N separate runs that each believe to be alone are worse than none.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import pathlib
 import re
-import socket
 import sys
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import NoReturn
 
+import jax
+
 from amsp_jax.errors import UserError
+from amsp_jax.launch.rendezvous import is_loopback
+from amsp_jax.launch.watch import own_watch
 
 _FIRST_PORT, _NUM_PORTS = 61440, 4096
 _OTHER_LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
+
+# A lost process shows as an error of jax in the others, before or after the watch hears of it.
+_CAUSE_S = 3.0
+_LONGEST_WORDS = 500
 
 _num_processes = 1
 
@@ -131,17 +141,23 @@ def _slurm(coordinator: str | None, environ: Mapping[str, str]) -> Processes:
 
 
 def _slurm_coordinator(environ: Mapping[str, str]) -> str:
-    """The first host of the step, at a port of the step's own: two steps of a job may run at once."""
-    for name, present in (
-        ("SLURM_HET_SIZE", "SLURM_HET_SIZE" in environ),
-        ("SLURM_DISTRIBUTION", environ.get("SLURM_DISTRIBUTION") == "arbitrary"),
-    ):
-        if present:
-            raise UserError(
-                f"{name}={environ[name]}: process 0 may be on any node. Give the coordinator as HOST:PORT of its node."
-            )
+    """The host of process 0, at a port of the step's own: two steps of a job may run at once."""
     job, step = int(environ["SLURM_JOB_ID"]), int(environ.get("SLURM_STEP_ID", "0"))
-    return f"{_first_host(environ['SLURM_STEP_NODELIST'])}:{_FIRST_PORT + (job + 61 * step) % _NUM_PORTS}"
+    return f"{_host_of_process_0(environ)}:{_FIRST_PORT + (job + 61 * step) % _NUM_PORTS}"
+
+
+def _host_of_process_0(environ: Mapping[str, str]) -> str:
+    """The first host of the step; under `-m arbitrary`, which takes any order, the first of SLURM's host file."""
+    arbitrary = environ.get("SLURM_DISTRIBUTION") == "arbitrary"
+    if "SLURM_HET_SIZE" not in environ and not arbitrary:
+        return _first_host(environ["SLURM_STEP_NODELIST"])
+    with contextlib.suppress(KeyError, OSError, IndexError):
+        if arbitrary:
+            return pathlib.Path(environ["SLURM_HOSTFILE"]).read_text().replace(",", " ").split()[0]
+    name = "SLURM_DISTRIBUTION" if arbitrary else "SLURM_HET_SIZE"
+    raise UserError(
+        f"{name}={environ[name]}: process 0 may be on any node. Give the coordinator as HOST:PORT of its node."
+    )
 
 
 def _first_host(node_list: str) -> str:
@@ -158,15 +174,6 @@ def _binds_gpus(environ: Mapping[str, str]) -> bool:
     return per_task or bind not in ("none", "")
 
 
-def is_loopback(host: str) -> bool:
-    """True for a name or address that means this machine only; False if it does not resolve."""
-    try:
-        address = socket.gethostbyname(host.strip("[]"))
-    except OSError:
-        return host.strip("[]") == "::1"
-    return address.startswith("127.")
-
-
 def end_all_on_error(count: int) -> None:
     """Makes an uncaught exception end this process at once in a run of `count` > 1.
 
@@ -179,16 +186,28 @@ def end_all_on_error(count: int) -> None:
     show = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            # If it is only the echo of a loss, the watch names the process that is lost and ends this one.
+            time.sleep(_CAUSE_S)
         show(kind, error, traceback)
-        end_process(1)
+        end_process(1, _last_line(error))
 
     sys.excepthook = hook
 
 
-def end_process(code: int) -> NoReturn:
-    """Ends the program with `code`: as `sys.exit` alone, at once where other processes would be waited for."""
+def _last_line(error: BaseException) -> str:
+    """As the traceback's last line, and its first where that is long."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:_LONGEST_WORDS]
+
+
+def end_process(code: int, words: str = "") -> NoReturn:
+    """Ends the program with `code`: as `sys.exit` alone, at once where other processes would be waited for.
+
+    The others are told, with `words` for the reason.
+    """
     if _num_processes > 1 and code != 0:
         sys.stdout.flush()
         sys.stderr.flush()
+        own_watch().leave(code, words)
         os._exit(code)
     sys.exit(code)

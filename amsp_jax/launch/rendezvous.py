@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from amsp_jax.errors import UserError
+from amsp_jax.launch.lines import listen
 
 _LINE_TIMEOUT_S = 10.0
 
@@ -33,6 +34,7 @@ class Facts:
       gpus: processes of one node that have this in common share their GPUs.
       memory_bytes: of its host, available now.
       settings: what must be equal in all processes, by name.
+      watch_port, watch_key: where process 0's watch listens, and what to say there; 0 and empty in the others.
     """
 
     index: int
@@ -44,6 +46,17 @@ class Facts:
     gpus: str
     memory_bytes: int
     settings: Mapping[str, Any]
+    watch_port: int = 0
+    watch_key: str = ""
+
+
+def is_loopback(host: str) -> bool:
+    """True for a name or address that means this machine only; False if it does not resolve."""
+    try:
+        address = socket.gethostbyname(host.strip("[]"))
+    except OSError:
+        return host.strip("[]") == "::1"
+    return address.startswith("127.")
 
 
 def meet(coordinator: str, mine: Facts, timeout_s: float) -> list[Facts]:
@@ -51,24 +64,38 @@ def meet(coordinator: str, mine: Facts, timeout_s: float) -> list[Facts]:
 
     Raises:
       UserError: in every process that came, the same: one is missing after `timeout_s`, two have one index, or
-        counts or settings differ.
+        counts or settings differ; or `coordinator` is no name or address of process 0's host.
     """
-    host, _, port = coordinator.rpartition(":")
-    if mine.index == 0:
-        return _host_meeting(int(port), mine, timeout_s)
-    return _join_meeting(host.strip("[]"), int(port), mine, timeout_s)
+    name, _, port = coordinator.rpartition(":")
+    host = name.strip("[]")
+    if mine.index > 0:
+        return _join_meeting(host, int(port), mine, timeout_s)
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise UserError(_unresolved(host, int(port), mine, error)) from error
+    return _host_meeting(host, int(port), mine, timeout_s)
 
 
-def _host_meeting(port: int, mine: Facts, timeout_s: float) -> list[Facts]:
+def _unresolved(host: str, port: int, mine: Facts, error: OSError) -> str:
+    return (
+        f"coordinator {host}:{port}: the name {host} does not resolve on {mine.host} ({error.strerror}). Give the name "
+        "or address by which the nodes know process 0's host."
+    )
+
+
+def _host_meeting(host: str, port: int, mine: Facts, timeout_s: float) -> list[Facts]:
     with contextlib.ExitStack() as stack:
         connections: list[socket.socket] = []
         try:
-            server = stack.enter_context(_listen(port))
+            server = stack.enter_context(listen(port))
         except OSError as error:
             raise UserError(
                 f"coordinator port {port} on {mine.host} cannot be opened: {error.strerror}. Choose another port."
             ) from error
         present, problem = _collect(server, stack, connections, mine, timeout_s)
+        if problem and is_loopback(host):
+            problem += f" Coordinator {host} is a loopback address: only processes on {mine.host} reach it."
         answer = {"error": problem} if problem else {"facts": [dataclasses.asdict(facts) for facts in present]}
         for connection in connections:
             # A process that left meanwhile has its own message.
@@ -79,12 +106,6 @@ def _host_meeting(port: int, mine: Facts, timeout_s: float) -> list[Facts]:
     if problem:
         raise UserError(problem)
     return present
-
-
-def _listen(port: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
-    return socket.create_server(("", port), backlog=4096)
 
 
 def _collect(
@@ -131,11 +152,12 @@ def _compare(mine: Facts, other: Facts, present: Mapping[int, Facts]) -> str | N
     if other.index in present:
         hosts = f"{present[other.index].host} and {other.host}"
         return f"two processes have process_id={other.index}, on {hosts}. Number them from 0 to {mine.count - 1}."
-    for name, value in mine.settings.items():
-        if other.settings.get(name) != value:
+    for name in {**mine.settings, **other.settings}:
+        ours, theirs = mine.settings.get(name), other.settings.get(name)
+        if ours != theirs:
             return (
-                f"processes disagree: {name} is {value} in process 0 on {mine.host} and {other.settings.get(name)} in "
-                f"process {other.index} on {other.host}. Start all alike."
+                f"processes disagree: {name} is {ours} in process 0 on {mine.host} and {theirs} in process "
+                f"{other.index} on {other.host}. Start all alike."
             )
     return None
 
@@ -164,6 +186,8 @@ def _connect(host: str, port: int, mine: Facts, timeout_s: float) -> socket.sock
             return socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.01))
         except OSError as error:
             if time.monotonic() >= deadline:
+                if isinstance(error, socket.gaierror):
+                    raise UserError(_unresolved(host, port, mine, error)) from error
                 raise UserError(
                     f"process {mine.index} of {mine.count} on {mine.host} found no process 0 at coordinator "
                     f"{host}:{port} within {timeout_s:g} s ({error.strerror or error}). Check that process 0 runs on "

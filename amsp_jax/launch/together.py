@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import multihost
 
 from amsp_jax.errors import UserError
@@ -57,6 +60,23 @@ def say(*lines: str) -> None:
     """Prints lines in process 0 alone."""
     if lines and jax.process_index() == 0:
         print(*lines, sep="\n", flush=True)
+
+
+def add_up(devices: Sequence[jax.Device]) -> None:
+    """A sum over all devices, which shows whether they reach one another; it returns when this process has it.
+
+    Raises:
+      UserError: the sum is wrong.
+    """
+    mesh = Mesh(np.array(devices), ("device",))
+    each, everywhere = NamedSharding(mesh, P("device")), NamedSharding(mesh, P())
+    ones = jax.make_array_from_callback((len(devices),), each, lambda index: np.ones(1, np.int32))
+    total = int(jax.jit(jnp.sum, out_shardings=everywhere)(ones))
+    if total != len(devices):
+        raise UserError(
+            f"the sum of ones over {len(devices)} devices is {total}. Check the driver and the network, one node at a "
+            "time."
+        )
 
 
 def _broadcast(text: str) -> str:
