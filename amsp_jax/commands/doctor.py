@@ -169,7 +169,7 @@ def _start(args: argparse.Namespace, processes: Processes, mine: list[Finding], 
         table.print([*mine, doctor.fail("start", stuck, fix)], _title(processes))
         os._exit(1)
 
-    # A process that dies is a line of the table; without this, jax takes all others with it.
+    # A process that dies is a line of the table. The watch and, without this setting, jax end the others with it.
     jax.config.update("jax_enable_recoverability", True)
     try:
         with _time_limit(_START_S, give_up):
@@ -181,6 +181,7 @@ def _start(args: argparse.Namespace, processes: Processes, mine: list[Finding], 
                 coordinator=args.coordinator,
                 num_processes=args.num_processes,
                 process_id=args.process_id,
+                watched=False,
             )
     except UserError as error:
         mine.append(doctor.fail("start", doctor.one_line(error)))

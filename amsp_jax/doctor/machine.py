@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from amsp_jax.doctor.findings import Finding, fail, ok, warn
-from amsp_jax.launch.processes import Processes, is_loopback
+from amsp_jax.launch.processes import Processes
+from amsp_jax.launch.rendezvous import is_loopback
 
 _MIB, _GIB = 2**20, 2**30
 # Each checkpoint leaf, corpus file and peer is a file; the usual soft limit is 1024.

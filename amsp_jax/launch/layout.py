@@ -85,6 +85,7 @@ def setup(
     process_id: int | None = None,
     timeout_s: float = 60.0,
     same: Mapping[str, str] | None = None,
+    watched: bool = True,
 ) -> Layout:
     """Chooses the platform, joins the processes, sets XLA's flags and returns the devices in order.
 
@@ -98,6 +99,8 @@ def setup(
         `num_processes=1` keeps a process alone wherever it runs.
       timeout_s: how long the processes wait for one another, and for their first collective.
       same: names and values, such as the settings of the run, that must be equal in all processes.
+      watched: False leaves out the watch and the first collective, for a program that is to find out itself what
+        is lost or broken.
 
     Raises:
       UserError: the settings contradict one another, the devices, or those of another process.
@@ -117,7 +120,7 @@ def setup(
     if platform == "cpu":
         asked = {"SIMULATED_NODES": simulated[0], "SIMULATED_DEVICES_PER_NODE": simulated[1]}
     watch.doing("waiting for the other processes")
-    everyone = _meet(processes, platform, num_local, {**asked, **(same or {})}, timeout_s)
+    everyone = _meet(processes, platform, num_local, {**asked, **(same or {})}, timeout_s, watched)
     gpu_ids = None
     if platform == "cpu":
         grid = simulated_grid(simulated, everyone)
@@ -134,7 +137,7 @@ def setup(
         everyone = [dataclasses.replace(everyone[0], num_devices=jax.device_count())]
         grid = real_grid(everyone, devices_per_node)
     devices = _ordered_devices(grid, everyone)
-    if processes.count > 1:
+    if watched and processes.count > 1:
         watch.doing("running the first collective", timeout_s)
         add_up(devices)
     watch.doing("starting")
@@ -165,10 +168,12 @@ def _unused(why: str, **settings: int | None) -> list[str]:
     return [f"{', '.join(given)} without effect: {why}."] if given else []
 
 
-def _meet(processes: Processes, platform: str, num_local: int, asked: dict[str, Any], timeout_s: float) -> list[Facts]:
+def _meet(
+    processes: Processes, platform: str, num_local: int, asked: dict[str, Any], timeout_s: float, watched: bool
+) -> list[Facts]:
     """What every process says of itself, `asked` being the same for all; from here on they watch one another."""
     host = socket.gethostname()
-    listener = listen(0) if processes.count > 1 and processes.index == 0 else None
+    listener = listen(0) if watched and processes.count > 1 and processes.index == 0 else None
     mine = Facts(
         index=processes.index,
         count=processes.count,
@@ -185,7 +190,8 @@ def _meet(processes: Processes, platform: str, num_local: int, asked: dict[str, 
     if processes.count == 1:
         return [mine]
     everyone = meet(processes.coordinator, mine, timeout_s)
-    _watch_one_another(own_watch(), processes, everyone, listener)
+    if watched:
+        _watch_one_another(own_watch(), processes, everyone, listener)
     lonely = [facts.host for facts in everyone if facts.loopback]
     # gloo, which carries collectives between CPUs, binds to the address of the host's own name.
     if platform == "cpu" and len({facts.node for facts in everyone}) > 1 and lonely:
