@@ -1,0 +1,104 @@
+"""What the SLURM tests ask of the cluster of cluster.sh."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTER_SH = Path(__file__).with_name("cluster.sh")
+TINY_GIN = Path(__file__).with_name("tiny.gin")
+NUM_NODES = 4
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+class Slurm:
+    """The cluster. Whatever is asked of it has a limit of time."""
+
+    def __init__(self, conf: str, mode: str, cache: Path) -> None:
+        self.mode = mode
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM_", "SBATCH_", "SRUN_", "JAX_", "XLA_")) and "proxy" not in name.lower()
+        }
+        self.env = {
+            **kept,
+            "SLURM_CONF": conf,
+            # `python` of job scripts is the one that runs these tests.
+            "PATH": f"{Path(sys.executable).parent}:{kept['PATH']}",
+            "XDG_CACHE_HOME": str(cache),
+            "JAX_PLATFORMS": "cpu",
+            "OMP_NUM_THREADS": "1",
+            # Compilation is most of a start, and every start compiles the same.
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+
+    def run(self, *command: object, check: bool = True, timeout: float = 60, **env: str) -> str:
+        """Runs a command and returns what it printed on both streams."""
+        done = subprocess.run(
+            [str(word) for word in command],
+            env={**self.env, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+        )
+        assert not check or done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout[-8000:]}"
+        return done.stdout
+
+    def srun(self, *command: object, num_nodes: int, per_node: int, timeout: float = 240) -> str:
+        """Runs a step of its own job, one bad task ends it."""
+        shape = ("--kill-on-bad-exit=1", f"--nodes={num_nodes}", f"--ntasks-per-node={per_node}")
+        return self.run("srun", *shape, f"--time={timeout / 60 + 1:.0f}", *command, timeout=timeout)
+
+    def submit(self, *words: object, **env: str) -> int:
+        """Submits a batch job and returns its number."""
+        return int(self.run("sbatch", "--parsable", *words, **env).split(";")[0])
+
+    def job(self, number: int) -> dict[str, str]:
+        """What SLURM says of a job, by name."""
+        return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", number)))
+
+    def wait(self, number: int, states: Sequence[str] = ENDED, timeout: float = 240) -> str:
+        """Waits until the job is in one of the states, and returns that; a requeued job starts at once."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            self.hurry(number)
+            if (state := self.job(number)["JobState"]) in states:
+                return state
+            time.sleep(0.2)
+        raise AssertionError(f"job {number} is not in {states} after {timeout} s: {self.job(number)}")
+
+    def hurry(self, number: int) -> None:
+        """Lets a requeued job start: by itself SLURM waits until its old credentials are void."""
+        job = self.job(number)
+        if job["JobState"] == "PENDING" and job["Reason"] == "BeginTime":
+            self.run("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
+
+    def cluster(self, *words: str) -> str:
+        """A command of cluster.sh, such as node-kill n2."""
+        return self.run(CLUSTER_SH, *words)
+
+    def reset(self) -> None:
+        """Ends all jobs and brings all nodes back."""
+        self.run("scancel", f"--user={os.geteuid()}", check=False)
+        for node in range(1, NUM_NODES + 1):
+            if self.mode == "netns":
+                self.cluster("node-net", f"n{node}", "up")
+            self.cluster("node-start", f"n{node}")
+        deadline = time.monotonic() + 60
+        while self.run("squeue", "--noheader") or self._num_idle() < NUM_NODES:
+            assert time.monotonic() < deadline, self.run("sinfo", "--Node", "--long") + self.run("squeue")
+            time.sleep(0.2)
+
+    def _num_idle(self) -> int:
+        return len(self.run("sinfo", "--noheader", "--Node", "--partition=main", "--states=idle").splitlines())
