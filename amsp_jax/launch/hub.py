@@ -156,14 +156,18 @@ class Hub:
             self._tell_one(member, {"kind": "bye"})
         elif code == 0:
             member.left_at = self._clock.now
-            self._tell_one(member, {"kind": "bye"})
+            if member.index > 0:
+                self._tell_one(member, {"kind": "bye"})
+            if all(other.left_at is not None for other in self._members):
+                # Until now the others needed process 0.
+                self._deliver({"kind": "bye"})
         elif code in (USER_ERROR, STOPPED) or code > STOPPED:
             # The whole run ends for this reason, and whoever has not found it yet is given the time to.
             grace_s = self._limits.leave_s if code == STOPPED else 0.0 if code == INTERRUPTED else _SAY_SO_S
             line = f"{member} ended with exit code {code} while {member.status}; its own message says why."
             self._finish(end(code, line, grace_s))
         else:
-            self._finish(end(PEER_LOST, f"{member} failed: {words} It was {member.status}."))
+            self._finish(end(PEER_LOST, f"{member} failed: {words} ({member.status})"))
 
     def _judge(self) -> None:
         working = [member for member in self._members if member.left_at is None]

@@ -17,8 +17,6 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import NoReturn
 
-import jax
-
 from amsp_jax.errors import UserError
 from amsp_jax.launch.rendezvous import is_loopback
 from amsp_jax.launch.watch import own_watch
@@ -28,6 +26,8 @@ _OTHER_LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": 
 
 # A lost process shows as an error of jax in the others, before or after the watch hears of it.
 _CAUSE_S = 3.0
+# Errors of XLA and its collectives arrive as several types; all begin with a status, as in `UNKNOWN: Gloo ...`.
+_RUNTIME_ERROR = re.compile(r"[A-Z_]+: ")
 _LONGEST_WORDS = 500
 
 _num_processes = 1
@@ -186,7 +186,7 @@ def end_all_on_error(count: int) -> None:
     show = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if isinstance(error, jax.errors.JaxRuntimeError):
+        if _RUNTIME_ERROR.match(str(error)):
             # If it is only the echo of a loss, the watch names the process that is lost and ends this one.
             time.sleep(_CAUSE_S)
         show(kind, error, traceback)

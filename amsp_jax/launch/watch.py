@@ -114,14 +114,18 @@ class Watch:
             yield
 
     def leave(self, code: int, words: str = "") -> None:
-        """Tells process 0 that this process ends, and why; returns when it knows, or after a moment."""
+        """Tells process 0 that this process ends, and why; returns when it knows, or after a moment.
+
+        Process 0 itself, when it ends in good order, is kept until the others have, too.
+        """
         # Where the run ends already, process 0 may be gone.
         if self._thread is None or self._ends_at is not None:
             return
         self._is_leaving = code != 0
         self._heard.clear()
         self._call(lambda: self._side.post({"kind": "bye", "code": code, "words": words}))
-        self._heard.wait(self._limits.farewell_s * 2)
+        waits_for_all = self._index == 0 and code == 0
+        self._heard.wait(2 * (self._limits.leave_s if waits_for_all else self._limits.farewell_s))
 
     # How processes come together.
 
@@ -230,6 +234,7 @@ class Watch:
     def _take_signal(self, number: signal.Signals) -> None:
         self._num_interrupts += number == signal.SIGINT
         if self._num_interrupts == 2:
+            self._is_leaving = True
             self._side.post({"kind": "bye", "code": INTERRUPTED, "words": ""})
             self._exit({"code": INTERRUPTED, "line": "interrupted twice: ended without saving"})
         # SLURM repeats itself.
