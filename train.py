@@ -13,7 +13,7 @@ from amsp_jax.strategy import parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code: 0, or 2 for a mistake in it."""
+    """Runs the command line and returns the exit code, one of `launch.exit_codes`."""
     return cli.run(lambda: train(sys.argv[1:] if argv is None else argv))
 
 
@@ -27,7 +27,11 @@ def train(argv: Sequence[str]) -> None:
     if line.wants_help:
         print(cli.help_text())
         return
+    with launch.own_watch().catch_signals():
+        _run(line)
 
+
+def _run(line: cli.CommandLine) -> None:
     # What can be wrong without looking at a device.
     loaded = cli.load_config(line.gin_files, line.bindings)
     config = loaded.config
@@ -43,8 +47,10 @@ def train(argv: Sequence[str]) -> None:
         coordinator=line.coordinator,
         num_processes=line.num_processes,
         process_id=line.process_id,
+        same=config.settings(),
     )
     built = cli.build_model(config, layout.devices[0])
+    launch.own_watch().doing("choosing the strategy")
     chosen = auto.choose(config, built.model, layout) if config.is_auto else None
     if chosen:
         config = dataclasses.replace(config, strategy=chosen.strategy, cluster=None)
@@ -57,6 +63,7 @@ def train(argv: Sequence[str]) -> None:
         layout,
         notes=(*(chosen.lines if chosen else ()), built.attention, *layout.notes),
         closing=chosen.comparison if chosen else None,
+        is_dry_run=line.is_dry_run,
         files={
             "config.gin": loaded.config_gin,
             "operative_config.gin": loaded.operative_config_gin,

@@ -21,8 +21,9 @@ import gin
 import jax
 
 from amsp_jax.config import FIELDS, TrainConfig, did_you_mean
-from amsp_jax.errors import UserError
+from amsp_jax.errors import BadNumbersError, Stopped, UserError
 from amsp_jax.gin_safety import check_text, checked_files
+from amsp_jax.launch import exit_codes
 from amsp_jax.model import Model
 from amsp_jax.optimizer import OPTIMIZERS
 from amsp_jax.strategy import PRESETS, PRESETS_WITH_RANKS
@@ -36,6 +37,7 @@ BASE_CONFIG = REPOSITORY / "configs" / "base.gin"
 
 _FLAG = "--gin."
 _NO_WRAP = 1_000_000
+_LONGEST_MESSAGE = 600
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,7 @@ class CommandLine:
       gin_files: existing files, in order.
       bindings: gin statements, in order.
       coordinator, num_processes, process_id: of a run of several processes started by hand; None: found out.
+      is_dry_run: print devices and plan, and stop.
       wants_help: print the help and stop.
     """
 
@@ -54,6 +57,7 @@ class CommandLine:
     coordinator: str | None
     num_processes: int | None
     process_id: int | None
+    is_dry_run: bool
     wants_help: bool
 
 
@@ -76,17 +80,23 @@ class BuiltModel:
 
 
 def run(main: Callable[[], None]) -> int:
-    """Calls `main` and returns the exit code: 0; after one line on stderr 2 for a `UserError`, 130 for Ctrl-C."""
+    """Calls `main` and returns the exit code, after one line on stderr if it is not 0 (`launch.exit_codes`)."""
     # Libraries that log through absl warn of settings that are ours, not the user's.
     logging.getLogger("absl").setLevel(logging.ERROR)
     try:
         main()
     except UserError as error:
         print("error:", _one_line(error), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as interrupt:
-        print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr)
-        return 130
+        return exit_codes.USER_ERROR
+    except BadNumbersError as error:
+        print("error:", _one_line(error), file=sys.stderr)
+        return exit_codes.BAD_NUMBERS
+    except Stopped as stopped:
+        print(_one_line(stopped), file=sys.stderr)
+        return exit_codes.STOPPED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return exit_codes.INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has left (`| head`); what Python still flushes at exit goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -117,10 +127,12 @@ def parse_command_line(argv: Sequence[str], *, default_file: str | None = None) 
     parser.add_argument("--coordinator")
     parser.add_argument("--num_processes", type=int)
     parser.add_argument("--process_id", type=int)
+    parser.add_argument("--dry-run", "--dry_run", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
     known, unknown = parser.parse_known_args([a for a in argv if not a.startswith(_FLAG)])
     if unknown:
-        flags = ["--gin_file", "--coordinator", "--num_processes", "--process_id", *(_FLAG + f.upper() for f in FIELDS)]
+        flags = ["--gin_file", "--coordinator", "--num_processes", "--process_id", "--dry-run"]
+        flags += [_FLAG + field.upper() for field in FIELDS]
         hint = did_you_mean(unknown[0].split("=")[0], flags)
         raise UserError(f"unknown argument {unknown[0]!r}{hint}; settings are written --gin.STEPS=100")
     files = known.gin_file or ([default_file] if default_file else [])
@@ -130,15 +142,18 @@ def parse_command_line(argv: Sequence[str], *, default_file: str | None = None) 
         coordinator=known.coordinator,
         num_processes=known.num_processes,
         process_id=known.process_id,
+        is_dry_run=known.dry_run,
         wants_help=known.help,
     )
 
 
 def find_gin_file(name: str) -> Path:
     """The file of this name, relative to the working directory, else to the repository."""
-    for path in (Path(name), REPOSITORY / name):
-        if path.is_file():
-            return path
+    # What cannot be the name of a file is no file either.
+    with contextlib.suppress(OSError, ValueError):
+        for path in (Path(name), REPOSITORY / name):
+            if path.is_file():
+                return path
     there = [str(p.relative_to(REPOSITORY)) for p in sorted((REPOSITORY / "configs").rglob("*.gin"))]
     folders = " or ".join(dict.fromkeys((str(Path.cwd()), str(REPOSITORY))))
     raise UserError(
@@ -226,10 +241,11 @@ def help_text() -> str:
     return "\n".join(
         [
             "python train.py [--gin_file=FILE]... [--gin.NAME=VALUE]...",
-            "                [--coordinator HOST:PORT --num_processes N --process_id I]",
+            "                [--coordinator HOST:PORT --num_processes N --process_id I] [--dry-run]",
             "",
             f"Without --gin_file it starts from {QUICKSTART}, whose values come before the defaults below.",
-            "A later file or flag wins over an earlier one.",
+            "A later file or flag wins over an earlier one. --dry-run checks everything, prints processes, devices and",
+            "the plan, and writes nothing.",
             "",
             "Settings, their defaults (configs/base.gin) and meaning:",
             *settings,
@@ -309,7 +325,9 @@ def _near_macro(name: str) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    """The message without its middle where it is long, and with nothing that a terminal would obey."""
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(str(error).split()))
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[: _LONGEST_MESSAGE - 200]} ... {text[-190:]}"
 
 
 gin.add_config_file_search_path(str(REPOSITORY))

@@ -34,6 +34,7 @@ class TrainConfig:
     model: Annotated[str, "name of a model"]
     model_overrides: Annotated[dict, "fields of the model to change, {'num_layers': 8}"]
     data: Annotated[str, "training text: 'stdlib', a folder, a text or .jsonl file; or token ids, .npy or .bin"]
+    corrupt_records: Annotated[Literal["stop", "skip"], "when records are corrupt: an error, or leave them out"]
     end_of_document: Annotated[int | None, "id that ends a document in a file of token ids; None: it has none"]
     steps: Annotated[int, "optimizer steps of the whole run"]
     run_dir: Annotated[str | None, "run folder; None: a fresh numbered one under runs/"]
@@ -52,9 +53,15 @@ class TrainConfig:
     peel: Annotated[bool, "first and last microbatch outside the accumulation loop, to overlap communication"]
     checkpoint_every: Annotated[int, "steps between checkpoints; 0: at the end only"]
     keep_checkpoints: Annotated[int, "newest checkpoints to keep"]
+    keep_every: Annotated[int, "checkpoints at multiples of this step are kept as well; 0: none"]
+    on_damaged: Annotated[Literal["stop", "previous"], "when the newest checkpoint is damaged: an error, or go back"]
     eval_every: Annotated[int, "steps between validations; 0: before the first and after the last step only"]
     eval_batches: Annotated[int | None, "global batches of a validation; None: the whole validation set"]
     stop_after: Annotated[int | None, "save at this step and exit"]
+    on_nonfinite: Annotated[Literal["stop", "skip"], "when loss or gradient is not finite: end, or pass over the batch"]
+    max_skipped: Annotated[int, "updates passed over in a row before the run ends"]
+    check_replicas_every: Annotated[int, "steps between checks that replicas are equal, bit for bit; 0: never"]
+    hang_timeout_s: Annotated[float | None, "seconds a step may take before its process counts as hung; None: by steps"]
     init_from: Annotated[str | None, "run folder or checkpoint whose weights a fresh run starts from"]
     simulated_nodes: Annotated[int | None, "nodes to simulate on CPU, where there is no accelerator"]
     simulated_devices_per_node: Annotated[int | None, "CPU devices of each simulated node"]
@@ -92,6 +99,10 @@ class TrainConfig:
         """Whether the planner chooses the strategy."""
         return self.strategy.strip().lower() == "auto"
 
+    def settings(self) -> dict[str, str]:
+        """Every setting as text, by its macro's name."""
+        return {name.upper(): repr(getattr(self, name)) for name in FIELDS}
+
 
 _MAX_SEED = (1 << 32) - 1
 # Far above what anyone trains, and the numbers of all steps still fit into memory.
@@ -100,10 +111,12 @@ _MAX_COUNT = 100_000_000
 _MAX_SIMULATED = 1024
 _AT_LEAST_ONE = (
     *("steps", "global_batch", "microbatch", "seq_len", "keep_checkpoints", "eval_batches", "stop_after"),
+    "max_skipped",
     *("simulated_nodes", "simulated_devices_per_node", "devices_per_node"),
 )
 _AT_LEAST_ZERO = (
-    *("seed", "end_of_document", "warmup_steps", "checkpoint_every", "eval_every"),
+    *("seed", "end_of_document", "warmup_steps", "checkpoint_every", "keep_every", "eval_every"),
+    "check_replicas_every",
     *("learning_rate", "weight_decay", "clip_norm"),
 )
 

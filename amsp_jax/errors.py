@@ -1,4 +1,4 @@
-"""The one exception for mistakes a person can make in a config, a command or an argument."""
+"""How a run ends early: by a mistake of a person's, by numbers that went bad, or because it was asked to."""
 
 
 class UserError(ValueError):
@@ -7,3 +7,19 @@ class UserError(ValueError):
     The message has four parts: the thing as it was written, the rule it breaks, the numbers that
     enter, and what to do next. `train.py` prints it on one line and exits with code 2.
     """
+
+
+class BadNumbersError(Exception):
+    """The numbers of a run went bad: no mistake in its command, and the same command again would not mend it."""
+
+
+class NonFiniteError(BadNumbersError):
+    """The loss or the gradient norm of `step` is not finite, once more than is allowed in a row."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+class Stopped(Exception):
+    """The run was asked to stop and has; the message says what is saved and how to go on."""

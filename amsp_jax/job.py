@@ -85,6 +85,7 @@ def prepare(config: TrainConfig, model: Model, vocab_size: int, layout: Layout) 
             global_batch=config.global_batch,
             seed=config.seed,
             end_of_document=config.end_of_document,
+            on_corrupt=config.corrupt_records,
         )
     )
     return Job(

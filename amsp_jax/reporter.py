@@ -10,8 +10,10 @@ import jax
 import numpy as np
 
 from amsp_jax.checks import BatchShape
+from amsp_jax.errors import NonFiniteError
 from amsp_jax.metrics import MetricsWriter, ProgressLine, TrainRow, ValidationRow
 from amsp_jax.model import ModelNumbers
+from amsp_jax.spikes import LossSpikes
 from amsp_jax.step import StepMetrics
 
 
@@ -30,6 +32,7 @@ class Reporter:
         learning_rates: np.ndarray,
         numbers: ModelNumbers | None,
         peak_flops: float | None,
+        max_skipped: int = 0,
     ) -> None:
         """Opens the files of a run that has `first` steps behind it.
 
@@ -40,6 +43,7 @@ class Reporter:
           learning_rates: by the number of updates applied before, [steps].
           numbers: of the model; None leaves FLOPs out.
           peak_flops: FLOP/s of one device; None leaves MFU out.
+          max_skipped: steps in a row whose loss or gradient norm may be non-finite; one more raises.
         """
         self._batch, self._learning_rates = batch, learning_rates
         self._numbers, self._peak_flops = numbers, peak_flops
@@ -49,19 +53,25 @@ class Reporter:
         self._watcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step-watcher")
         self._running: tuple[int, Future[tuple[StepMetrics, float]]] | None = None
         self._completed_at = 0.0
+        self._spikes = LossSpikes()
+        self._max_skipped, self._skipped_in_a_row = max_skipped, 0
 
     def start_clock(self) -> None:
         """The next step's time counts from now: what came before was not training."""
         self._completed_at = time.perf_counter()
 
     def dispatched(self, number: int, metrics: StepMetrics) -> None:
-        """Takes the numbers of a step that now runs, then waits for the step before and reports it."""
+        """Takes the numbers of a step that now runs, then waits for the step before and reports it.
+
+        Raises:
+          NonFiniteError: `max_skipped` is exceeded, in every process at the same step.
+        """
         before, self._running = self._running, (number, self._watcher.submit(_completion, metrics))
         if before:
             self._report(*before)
 
     def flush(self) -> None:
-        """Waits for the step that runs and reports it."""
+        """Waits for the step that runs and reports it; raises as `dispatched` does."""
         before, self._running = self._running, None
         if before:
             self._report(*before)
@@ -86,6 +96,23 @@ class Reporter:
         self._writer.train(row)
         if self._progress:
             self._progress.update(row)
+        self._judge(row, bool(values.is_finite))
+
+    def _judge(self, row: TrainRow, is_finite: bool) -> None:
+        """Tells of a loss spike and of numbers that are not finite; of too many of the latter, raises."""
+        spike = self._spikes.seen(row.step, row.loss, row.grad_norm)
+        if spike and self._progress:
+            self._progress.print(spike)
+        self._skipped_in_a_row = 0 if is_finite else self._skipped_in_a_row + 1
+        if is_finite:
+            return
+        what = f"step {row.step}: loss {row.loss:.4g} and gradient norm {row.grad_norm:.4g} are not both finite"
+        if self._skipped_in_a_row > self._max_skipped:
+            raise NonFiniteError(what, row.step)
+        if self._progress:
+            self._progress.print(
+                f"{what}: no update, number {self._skipped_in_a_row} in a row of at most {self._max_skipped}"
+            )
 
     def _row(self, number: int, values: StepMetrics, step_time_s: float) -> TrainRow:
         tokens_per_s = self._batch.tokens / step_time_s

@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from amsp_jax.checkpoint import Checkpointer
+from amsp_jax.checkpoint import Checkpointer, Damaged
 from amsp_jax.errors import UserError
 from amsp_jax.job import Job, Wanted, params_alone, true_shapes, whole_state
 from amsp_jax.launch import say
@@ -17,11 +17,21 @@ from amsp_jax.state import TrainState, init_state, true_state
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint that has what is wanted of it."""
+    """A complete checkpoint that has what is wanted of it.
+
+    Attributes:
+      checkpointer: of its folder, for reading.
+      step: the checkpoint.
+      wanted: what to read.
+      is_verified: its files were just compared with what was written.
+      passed_over: newer ones, which are damaged.
+    """
 
     checkpointer: Checkpointer
     step: int
     wanted: Wanted
+    is_verified: bool = False
+    passed_over: tuple[Damaged, ...] = ()
 
     def __str__(self) -> str:
         return str(self.checkpointer.directory / str(self.step))
@@ -29,24 +39,57 @@ class Saved:
     def read(self) -> Any:
         """What is wanted, on the devices."""
         with contextlib.closing(self.checkpointer):
-            return self.checkpointer.restore(self.step, *self.wanted)
+            return self.checkpointer.restore(self.step, *self.wanted, verify=not self.is_verified)
+
+    def set_damaged_aside(self) -> None:
+        """Renames what was passed over, so that later saves of the same steps find their places free."""
+        for damaged in self.passed_over:
+            place = self.checkpointer.set_aside(damaged.step)
+            say(f"checkpoint {damaged.step} is damaged ({damaged.what}); it is now {place}")
 
 
-def _open(directory: Path, step: int | None, wanted: Wanted) -> Saved | None:
+def _open(directory: Path, step: int | None, wanted: Wanted, goes_back: bool = False) -> Saved | None:
     """A checkpoint, the newest where `step` is None; None if there is none. One that does not fit is an error."""
     checkpointer = Checkpointer(directory, keep=None)
+    passed_over: tuple[Damaged, ...] = ()
+    if goes_back and step is None:
+        step, damaged = checkpointer.newest_intact()
+        passed_over = tuple(damaged)
+        if step is None and passed_over:
+            raise UserError(
+                f"{directory}: all {len(passed_over)} checkpoints are damaged, the newest as {passed_over[0].what}. "
+                "Restore the folder from a copy, or choose another RUN_DIR."
+            )
     step = checkpointer.latest_step() if step is None else step
     if step is None:
         return None
     checkpointer.check(step, *wanted)
-    return Saved(checkpointer, step, wanted)
+    return Saved(checkpointer, step, wanted, is_verified=goes_back, passed_over=passed_over)
 
 
 def own_checkpoint(folder: RunFolder, job: Job) -> Saved | None:
-    """Where this run goes on; None for a run that has saved nothing."""
+    """Where this run goes on; None for a run that has saved nothing.
+
+    Raises:
+      UserError: it is damaged and ON_DAMAGED is not 'previous', or it does not fit the model, optimizer or data.
+    """
     if not folder.is_same_run or not folder.checkpoints.is_dir():
         return None
-    return _open(folder.checkpoints, None, whole_state(job.model, job.optimizer, job.plan))
+    wanted = whole_state(job.model, job.optimizer, job.plan)
+    saved = _open(folder.checkpoints, None, wanted, goes_back=job.config.on_damaged == "previous")
+    if saved:
+        _require_same_data(saved.checkpointer.meta(saved.step).get("data", {}), job)
+    return saved
+
+
+def _require_same_data(there: dict[str, str], job: Job) -> None:
+    here = job.datasets.fingerprint
+    changed = [name for name in there if there[name] != here.get(name)]
+    if changed:
+        raise UserError(
+            f"DATA={job.config.data!r} has changed since the run began: another {changed[0]} "
+            f"({there[changed[0]]} then, {here.get(changed[0])} now). Put it back, or choose another RUN_DIR."
+        )
 
 
 def foreign_checkpoint(init_from: str, job: Job) -> Saved:
@@ -91,5 +134,6 @@ def meta_of(job: Job) -> dict[str, Any]:
         "shapes": true_shapes(true_state(job.model, job.optimizer)),
         "steps": job.config.steps,
         "strategy": job.config.strategy,
+        "data": dict(job.datasets.fingerprint),
         "ranks": str(job.plan.degrees.ranks),
     }

@@ -11,17 +11,21 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from amsp_jax.checkpoint import Checkpointer
 from amsp_jax.config import TrainConfig
 from amsp_jax.data import Prefetcher
+from amsp_jax.errors import BadNumbersError, NonFiniteError, Stopped
 from amsp_jax.generate import Sampling, generate, make_next_logits
 from amsp_jax.job import Job, TrainStep, compile_step, prepare
-from amsp_jax.launch import Layout, from_process_0, say
+from amsp_jax.launch import Layout, from_process_0, own_watch, say
 from amsp_jax.metrics import VALIDATION_FILE, ValidationRow, read_rows
 from amsp_jax.model import Model, Params
+from amsp_jax.nonfinite import NonFinite, make_find_nonfinite
 from amsp_jax.plots import plot_losses
+from amsp_jax.replicas import make_replica_check
 from amsp_jax.reporter import Reporter
 from amsp_jax.resume import foreign_checkpoint, fresh, meta_of, own_checkpoint, proceed
 from amsp_jax.run_folder import TOKENIZER_FILE, RunFolder, find_run_folder
@@ -29,6 +33,13 @@ from amsp_jax.state import TrainState
 from amsp_jax.step import make_eval_step
 
 _SAMPLE_PROMPT_TOKENS, _SAMPLE_TOKENS = 16, 64
+# A file system that takes longer is taken for lost; a batch of validation compiles, the first time.
+_SAVE_LIMIT_S, _VALIDATION_LIMIT_S = 1800.0, 600.0
+_NUM_SHOWN = 3
+_ADVICE = {
+    "stop": "ON_NONFINITE='skip' passes over such batches; a lower LEARNING_RATE may avoid them.",
+    "skip": "That is more in a row than MAX_SKIPPED allows; a lower LEARNING_RATE or an earlier checkpoint may help.",
+}
 
 
 def train(
@@ -40,6 +51,7 @@ def train(
     notes: tuple[str, ...] = (),
     files: Mapping[str, str] | None = None,
     closing: Callable[[Path, int], str] | None = None,
+    is_dry_run: bool = False,
 ) -> Path:
     """Trains until STEPS or STOP_AFTER; goes on with the run that RUN_DIR holds.
 
@@ -51,13 +63,18 @@ def train(
       notes: lines to print with the plan, such as the choice of attention.
       files: names and texts to keep in the run folder.
       closing: a line to print at the end, of the run folder and the step that this process began at.
+      is_dry_run: check and print all, write nothing and return.
 
     Returns:
       The run folder.
 
     Raises:
       UserError: anything that cannot work, before a file is written.
+      Stopped: a signal asked for it; what was trained is saved.
+      BadNumbersError: the numbers went bad beyond what the settings allow.
     """
+    watch = own_watch()
+    watch.doing("preparing the data")
     folder = _find_folder(config)
     job = prepare(config, model, vocab_size, layout)
     say(str(job.plan), job.datasets.description, f"batch: {job.batch}", *notes)
@@ -69,11 +86,25 @@ def train(
     if folder.is_same_run and not before:
         say(f"{folder.path} has no complete checkpoint: starts from the beginning")
     weights = foreign_checkpoint(config.init_from, job) if config.init_from and not before else None
+    if is_dry_run:
+        say(f"dry run: it would train steps {first + 1} to {last} in {folder.path}; nothing is written")
+        return folder.path
+    watch.nothing_to_save(f"the last checkpoint is {before}" if before else "there is no checkpoint yet")
 
+    watch.doing("compiling the step")
     step = compile_step(job)
+    watch.doing("making the state")
     state = proceed(job, before) if before else fresh(job, weights)
-    with _claimed(folder, job, files or {}) as folder, _interruptible(folder):
-        state = _loop(job, step, state, first, last, folder)
+    with _claimed(folder, job, files or {}) as folder:
+        if before:
+            before.set_damaged_aside()
+        state, done = _loop(job, step, state, first, last, folder)
+        if done < last:
+            raise Stopped(
+                f"stopped by {watch.stop_signal} at step {done} of {config.steps}, which is saved; "
+                f"the same command, at --gin.RUN_DIR={folder.path}, goes on from there"
+            )
+        watch.nothing_to_save(f"all is saved at step {last}")
         _finish(job, state, folder, last)
         if closing:
             from_process_0(lambda: say(*filter(None, [closing(folder.path, first)])))
@@ -102,7 +133,7 @@ def _claimed(folder: RunFolder, job: Job, files: Mapping[str, str]) -> Iterator[
 
         def claim() -> str:
             mine = stack.enter_context(folder.claimed(job.config))
-            for name, text in {**files, "plan.txt": f"{job.plan}\n"}.items():
+            for name, text in {**files, **_files_of(job)}.items():
                 mine.write(name, text)
             if job.datasets.tokenizer is not None:
                 mine.write(TOKENIZER_FILE, job.datasets.tokenizer.to_json())
@@ -111,27 +142,19 @@ def _claimed(folder: RunFolder, job: Job, files: Mapping[str, str]) -> Iterator[
         yield dataclasses.replace(folder, path=Path(from_process_0(claim)))
 
 
-@contextlib.contextmanager
-def _interruptible(folder: RunFolder) -> Iterator[None]:
-    """Adds to a Ctrl-C what the person who pressed it wants to know."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        there = folder.checkpoints.is_dir()
-        step = Checkpointer(folder.checkpoints, keep=None).latest_step() if there else None
-        again = f"--gin.RUN_DIR={folder.path}"
-        if step is None:
-            raise KeyboardInterrupt(f"no checkpoint yet; {again} starts from the beginning") from None
-        saved = folder.checkpoints / str(step)
-        raise KeyboardInterrupt(f"the last checkpoint is {saved}; {again} goes on from there") from None
+def _files_of(job: Job) -> dict[str, str]:
+    corrupt = job.datasets.corrupt
+    listed = {"corrupt_records.txt": "\n".join(corrupt) + "\n"} if corrupt else {}
+    return {"plan.txt": f"{job.plan}\n", **listed}
 
 
-def _loop(job: Job, step: TrainStep, state: TrainState, first: int, last: int, folder: RunFolder) -> TrainState:
-    """Steps `first + 1` to `last`, with their validations and checkpoints."""
+def _loop(
+    job: Job, step: TrainStep, state: TrainState, first: int, last: int, folder: RunFolder
+) -> tuple[TrainState, int]:
+    """Steps `first + 1` to `last`, with their validations and checkpoints; the state and the step that were reached."""
     config = job.config
-    seed = np.uint32(config.seed)
     with contextlib.ExitStack() as stack:
-        checkpointer = Checkpointer(folder.checkpoints, config.keep_checkpoints)
+        checkpointer = Checkpointer(folder.checkpoints, config.keep_checkpoints, config.keep_every or None)
         stack.enter_context(contextlib.closing(checkpointer))
         reporter = Reporter(
             folder.path,
@@ -140,34 +163,101 @@ def _loop(job: Job, step: TrainStep, state: TrainState, first: int, last: int, f
             learning_rates=job.learning_rates,
             numbers=job.model.numbers,
             peak_flops=job.layout.cluster().peak_flops,
+            max_skipped=config.max_skipped if config.on_nonfinite == "skip" else 0,
         )
         stack.enter_context(contextlib.closing(reporter))
-        validate = _make_validation(job, reporter)
+        running = _Running(job, step, state, first, checkpointer, reporter)
         if first == 0:
-            validate(0, state.params)
+            running.validate()
         batches = stack.enter_context(Prefetcher(lambda i: job.load_batch(job.datasets.train, i), first, last))
+        own_watch().can_save()
         reporter.start_clock()
-        for number, batch in enumerate(batches, start=first + 1):
-            state, metrics = step(state, batch, seed)
-            reporter.dispatched(number, metrics)
-            validates = _is_due(number, config.eval_every) or number == config.steps
-            saves = _is_due(number, config.checkpoint_every) or number == last
-            if validates or saves:
-                reporter.flush()
-                if validates:
-                    validate(number, state.params)
-                if saves:
-                    checkpointer.save(number, state, meta_of(job))
-                reporter.start_clock()
-    return state
+        try:
+            while running.number < last and not own_watch().stops_here():
+                running.advance(batches)
+            reporter.flush()
+        except NonFiniteError as error:
+            raise BadNumbersError(
+                f"{error}; {running.non_finite_leaves(error.step)}. {_ADVICE[config.on_nonfinite]}"
+            ) from None
+        if running.number > first:
+            running.save()
+        own_watch().doing(f"writing the checkpoint of step {running.number}", _SAVE_LIMIT_S)
+    return running.state, running.number
 
 
-def _is_due(number: int, every: int) -> bool:
-    return every > 0 and number % every == 0
+class _Running:
+    """The state between two steps, and what is done with it there."""
+
+    def __init__(
+        self, job: Job, step: TrainStep, state: TrainState, number: int, checkpointer: Checkpointer, reporter: Reporter
+    ) -> None:
+        self.state, self.number = state, number
+        self._job, self._step, self._checkpointer, self._reporter = job, step, checkpointer, reporter
+        self._seed = np.uint32(job.config.seed)
+        self._validate = _make_validation(job, reporter)
+        self._compare = make_replica_check(job.model, job.optimizer, job.plan)
+
+    def advance(self, batches: Iterator[dict[str, jax.Array]]) -> None:
+        """One step, and what is due after it."""
+        config = self._job.config
+        self.number += 1
+        own_watch().step(self.number, config.hang_timeout_s)
+        self.state, metrics = self._step(self.state, next(batches), self._seed)
+        self._reporter.dispatched(self.number, metrics)
+        due = [
+            do
+            for do, is_due in (
+                (self.compare, self._is_due(config.check_replicas_every)),
+                (self.validate, self._is_due(config.eval_every) or self.number == config.steps),
+                (self.save, self._is_due(config.checkpoint_every)),
+            )
+            if is_due
+        ]
+        if due:
+            self._reporter.flush()
+            for do in due:
+                do()
+            self._reporter.start_clock()
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self.number % every == 0
+
+    def validate(self) -> None:
+        """Reports the validation loss."""
+        self._validate(self.number, self.state.params)
+
+    def save(self) -> None:
+        """Begins a checkpoint; a step that has one is left alone."""
+        own_watch().doing(f"saving step {self.number}", _SAVE_LIMIT_S)
+        self._checkpointer.save(self.number, self.state, meta_of(self._job))
+
+    def compare(self) -> None:
+        """Raises where replicas differ."""
+        own_watch().doing("comparing replicas", _VALIDATION_LIMIT_S)
+        differences = self._compare(self.state)
+        if differences:
+            shown = "; ".join(
+                [*map(str, differences[:_NUM_SHOWN]), *(["..."] if len(differences) > _NUM_SHOWN else [])]
+            )
+            raise BadNumbersError(
+                f"step {self.number}: replicas are no longer equal in {len(differences)} places: {shown}. A device or "
+                "its memory may be at fault: leave it out, and go on from the last checkpoint before this step."
+            )
+
+    def non_finite_leaves(self, step: int) -> NonFinite:
+        """What is not finite in the batch of a step that was just passed over."""
+        own_watch().doing("looking for what is not finite", _VALIDATION_LIMIT_S)
+        job = self._job
+        find = make_find_nonfinite(job.model, job.plan, job.settings)
+        return find(self.state.params, job.load_batch(job.datasets.train, step - 1), self._seed, np.int32(step - 1))
 
 
 def _make_validation(job: Job, reporter: Reporter) -> Callable[[int, Params], None]:
-    """`validate(step, params)`: the mean loss over the tokens of the validation set, or of EVAL_BATCHES of it."""
+    """`validate(step, params)`: the mean loss over the tokens of the validation set, or of EVAL_BATCHES of it.
+
+    A stop ends it early, without a row.
+    """
     dataset = job.datasets.validation
     num_batches = -(-dataset.num_rows // dataset.global_batch)
     if job.config.eval_batches is not None:
@@ -177,10 +267,14 @@ def _make_validation(job: Job, reporter: Reporter) -> Callable[[int, Params], No
     def validate(step: int, params: Params) -> None:
         if not num_batches:
             return
+        loss = weight = 0.0
         with Prefetcher(lambda i: job.load_batch(dataset, i), 0, num_batches) as batches:
-            sums = [evaluate(params, batch) for batch in batches]
-        loss = sum(float(s.loss) for s in sums)
-        weight = sum(float(s.weight) for s in sums)
+            for number, batch in enumerate(batches, start=1):
+                own_watch().doing(f"validating, batch {number} of {num_batches}", _VALIDATION_LIMIT_S)
+                sums = evaluate(params, batch)
+                loss, weight = loss + float(sums.loss), weight + float(sums.weight)
+                if own_watch().stops_here():
+                    return
         reporter.validation(ValidationRow(step=step, loss=loss / max(weight, 1.0), num_tokens=round(weight)))
 
     return validate

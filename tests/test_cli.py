@@ -194,10 +194,10 @@ def test_the_quickstart_runs_on_this_many_devices(num_devices: int) -> None:
 
 def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted() -> None:
-        raise KeyboardInterrupt("the last checkpoint is runs/1")
+        raise KeyboardInterrupt
 
     assert cli.run(interrupted) == 130
-    assert capsys.readouterr().err == "interrupted: the last checkpoint is runs/1\n"
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_user_errors_name_the_thing() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from amsp_jax import reporter
 from amsp_jax.checks import batch_shape
+from amsp_jax.errors import NonFiniteError
 from amsp_jax.metrics import read_rows
 from amsp_jax.model import ModelNumbers
 from amsp_jax.reporter import Reporter
@@ -74,7 +75,14 @@ def test_rows_are_one_step_behind(tmp_path: Path, clock: Clock) -> None:
 def test_a_skipped_update_holds_the_learning_rate_and_is_counted(tmp_path: Path, clock: Clock) -> None:
     """Also after a resume: what was skipped before it is in the number of updates, not in the reporter."""
     rates = np.arange(10, dtype=np.float32)
-    report = Reporter(tmp_path, 6, batch=batch_shape(8, 1, 2, 8), learning_rates=rates, numbers=None, peak_flops=None)
+    report = Reporter(
+        *(tmp_path, 6),
+        batch=batch_shape(8, 1, 2, 8),
+        learning_rates=rates,
+        numbers=None,
+        peak_flops=None,
+        max_skipped=1,
+    )
     report.dispatched(7, metrics(1.5, num_updates=5))
     report.dispatched(8, metrics(float("nan"), num_updates=6, is_finite=False))
     report.dispatched(9, metrics(1.0, num_updates=6))
@@ -83,3 +91,22 @@ def test_a_skipped_update_holds_the_learning_rate_and_is_counted(tmp_path: Path,
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [row["learning_rate"] for row in rows] == [5, 6, 6]
     assert [row["num_skipped"] for row in rows] == [1, 2, 2]
+
+
+def test_one_skipped_update_too_many_raises(tmp_path: Path, clock: Clock) -> None:
+    rates = np.arange(10, dtype=np.float32)
+    report = Reporter(
+        *(tmp_path, 0),
+        batch=batch_shape(8, 1, 2, 8),
+        learning_rates=rates,
+        numbers=None,
+        peak_flops=None,
+        max_skipped=1,
+    )
+    report.dispatched(1, metrics(float("nan"), num_updates=0, is_finite=False))
+    report.dispatched(2, metrics(float("inf"), num_updates=0, is_finite=False))
+    with pytest.raises(NonFiniteError, match="step 2: loss inf and gradient norm 2") as raised:
+        report.flush()
+    report.close()
+    assert raised.value.step == 2
+    assert [row["num_skipped"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]

@@ -165,31 +165,12 @@ def test_other_steps_are_a_note(
 ) -> None:
     shutil.copytree(finished.path, "run")
     monkeypatch.setattr(trainer, "compile_step", lambda job: None)
-    monkeypatch.setattr(trainer, "_loop", lambda job, step, state, *rest: state)
+    monkeypatch.setattr(trainer, "_loop", lambda job, step, state, first, last, folder: (state, last))
     monkeypatch.setattr(trainer, "_finish", lambda *args: None)
     run(corpus, "run", "--gin.STEPS=12", strategy="zero1")
     out = capsys.readouterr().out
     assert "STEPS was 10 and is 12: the learning rate now follows the new schedule" in out
     assert f"saved under '{STRATEGY}' on 2 nodes x 4 data ranks" in out
-
-
-def test_ctrl_c_says_where_the_run_goes_on(
-    corpus: Path, finished: Finished, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dispatched = trainer.Reporter.dispatched
-
-    def interrupted(self: trainer.Reporter, number: int, *rest: Any) -> None:
-        if number == 5:
-            raise KeyboardInterrupt
-        dispatched(self, number, *rest)
-
-    argv = [*MICRO, f"--gin.DATA={corpus}", "--gin.RUN_DIR=run", f"--gin.STRATEGY={STRATEGY}"]
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.Reporter, "dispatched", interrupted)
-        assert train.main([*argv, "--gin.CHECKPOINT_EVERY=3"]) == 130
-    expected = "interrupted: the last checkpoint is run/checkpoints/3; --gin.RUN_DIR=run goes on from there\n"
-    assert capsys.readouterr().err == expected
-    assert losses(run(corpus, "run")) == losses(finished.rows)
 
 
 def test_a_run_whose_checkpoints_are_gone(
@@ -199,7 +180,7 @@ def test_a_run_whose_checkpoints_are_gone(
     for step in Path("run/checkpoints").iterdir():
         shutil.rmtree(step)
     monkeypatch.setattr(trainer, "compile_step", lambda job: None)
-    monkeypatch.setattr(trainer, "_loop", lambda job, step, state, *rest: state)
+    monkeypatch.setattr(trainer, "_loop", lambda job, step, state, first, last, folder: (state, last))
     monkeypatch.setattr(trainer, "_finish", lambda *args: None)
     run(corpus, "run")
     assert "run has no complete checkpoint: starts from the beginning" in capsys.readouterr().out
@@ -226,7 +207,7 @@ def test_init_from_takes_the_weights_alone(
 
 def test_fresh_runs_are_numbered(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "compile_step", lambda job: None)
-    monkeypatch.setattr(trainer, "_loop", lambda job, step, state, *rest: state)
+    monkeypatch.setattr(trainer, "_loop", lambda job, step, state, first, last, folder: (state, last))
     monkeypatch.setattr(trainer, "_finish", lambda *args: None)
     for name in ("0001", "0002"):
         assert train.main([*MICRO, f"--gin.DATA={corpus}", f"--gin.STRATEGY={STRATEGY}"]) == 0
