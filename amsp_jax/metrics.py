@@ -95,6 +95,7 @@ class MetricsWriter:
         try:
             for name in (TRAIN_FILE, VALIDATION_FILE):
                 _drop_rows_after(run_dir / name, last_step)
+            for name in (TRAIN_FILE, VALIDATION_FILE):
                 self._files[name] = (run_dir / name).open("a", encoding="utf-8")
         except OSError as error:
             raise UserError(
@@ -133,19 +134,35 @@ def read_rows(path: str | pathlib.Path) -> list[dict[str, Any]]:
     """The rows of a metrics file in order; a last line cut short by a killed process is left out.
 
     Raises:
-      UserError: a line before the last is not a JSON object.
+      UserError: the file cannot be read, or a line before the last is not a row.
     """
-    lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+    try:
+        lines = pathlib.Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}. Remove it, or make it readable.") from error
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
+            rows.append(_from_json(line))
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
-            raise UserError(f"{path}, line {number} is not a JSON object ({error}). Remove that line.") from error
-        rows.append({key: float(value) if value in _NOT_FINITE else value for key, value in row.items()})
+            raise UserError(f"{path}, line {number} is not a row of metrics ({error}). Remove that line.") from error
     return rows
+
+
+def _from_json(line: bytes) -> dict[str, Any]:
+    """A row; ValueError says what is wrong with it."""
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError("no JSON object")
+    row = {
+        key: float(value) if isinstance(value, str) and value in _NOT_FINITE else value for key, value in row.items()
+    }
+    for key, kind in (("step", int), ("loss", int | float)):
+        if not isinstance(row.get(key), kind):
+            raise ValueError(f"{key} is {row.get(key)!r}, no number")
+    return row
 
 
 def _to_json(row: dict[str, Any]) -> str:

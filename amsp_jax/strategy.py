@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Callable
 from typing import Protocol
@@ -208,10 +209,12 @@ def _check_rule(strategy: Strategy, degrees: Degrees) -> None:
             if have < 1 or limit % have:
                 what = f"{limit} ({ranks})" if big_name == "data" else f"the {limit} of {big_name}={big}"
                 other = "" if big_name == "data" else f"; or change {big_name}"
+                # What divides the data ranks, too, can be part of a strategy that works.
+                nearest = _nearest(_divisors(math.gcd(limit, getattr(chain[-1][1], level))), have)
                 raise UserError(
                     f"strategy '{strategy}': {small_name}={small} breaks the dependency rule (params divides grads "
                     f"divides opt_state divides data): {where}, {have} does not divide {what}. "
-                    f"Nearest {small_name} {where}: {_list(_nearest(_divisors(limit), have))}{other}"
+                    f"Nearest {small_name} {where}: {_list(nearest)}{other}"
                 )
 
 
@@ -270,6 +273,7 @@ PRESETS_WITH_RANKS = frozenset({"mics", "hsdp", "hpz", "hfsdp"})
 
 _COMPONENTS = ("params", "grads", "opt_state")
 _WORDS: dict[str, Sharding] = {"replica": FullReplica(), "node": NodeSharding(), "full": FullSharding()}
+_MOST_DIGITS = 9
 _SYNTAX = (
     "a preset such as 'zero3' or 'mics(4)', or 'params=... grads=... opt_state=...' "
     "with replica, node, full, AxB or a count"
@@ -298,7 +302,7 @@ def parse(text: str | Strategy) -> Strategy:
     if match.group(2):
         if name not in PRESETS_WITH_RANKS:
             raise UserError(f"strategy '{text}': {name} takes no number of ranks; write '{name}'")
-        return PRESETS[name](_positive(int(match.group(2)), text))
+        return PRESETS[name](_positive(match.group(2), text))
     return PRESETS[name]()
 
 
@@ -320,17 +324,19 @@ def _parse_sharding(value: str, text: str) -> Sharding:
     if value in _WORDS:
         return _WORDS[value]
     if match := re.fullmatch(r"(\d+)x(\d+)", value):
-        return PartialSharding(_positive(int(match.group(1)), text), _positive(int(match.group(2)), text))
+        return PartialSharding(_positive(match.group(1), text), _positive(match.group(2), text))
     if value.isdecimal():
-        return RankSharding(_positive(int(value), text))
+        return RankSharding(_positive(value, text))
     raise UserError(
         f"strategy '{text}': '{value}' is no sharding; write replica, node, full, "
         "AxB (A ranks of a node times B nodes) or a count of ranks"
     )
 
 
-def _positive(number: int, text: str) -> int:
-    if number < 1:
+def _positive(digits: str, text: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise UserError(f"strategy '{text}': a degree has at most {_MOST_DIGITS} digits, not {len(digits)}")
+    if (number := int(digits)) < 1:
         raise UserError(f"strategy '{text}': a degree is at least 1, not {number}")
     return number
 

@@ -143,6 +143,7 @@ def message(text, ranks=None):
         ("params=full params=full grads=full opt_state=full", ["'params=full' is given twice"]),
         ("params=full grads=full os=full", ["'os=full' is not a component with a value"]),
         ("params=full grads= opt_state=full", ["'grads=' is not a component with a value"]),
+        (f"mics({'9' * 5000})", ["a degree has at most 9 digits, not 5000"]),
         ("params=0x1 grads=full opt_state=full", ["a degree is at least 1, not 0"]),
         ("params=1x0 grads=full opt_state=full", ["a degree is at least 1, not 0"]),
         ("params=0 grads=full opt_state=full", ["a degree is at least 1, not 0"]),
@@ -241,3 +242,9 @@ def test_triples_that_fill_the_node_first_are_as_many_as_in_the_paper(nodes, cou
 def test_presets_that_take_a_count_do():
     for name in PRESETS_WITH_RANKS:
         assert degrees(f"{name}(4)").startswith("4x1")
+
+
+def test_the_nearest_of_huge_degrees_are_found_at_once():
+    """Those that divide the data ranks, too; the divisors of the limit alone took years."""
+    said = message("params=2x1 grads=999999937x1 opt_state=999999937x1", RANKS)
+    assert "2 does not divide the 999999937 of grads" in said and "Nearest params inside a node: 1;" in said

@@ -52,10 +52,11 @@ def load_cluster(path: str | os.PathLike[str]) -> Cluster:
     """
     try:
         return from_json(Path(path).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        reason = f"it cannot be read: {getattr(error, 'strerror', None) or error}."
     except UserError as error:
         reason = str(error)
+    # Not UTF-8, or a name that no path has.
+    except (OSError, ValueError) as error:
+        reason = f"it cannot be read: {getattr(error, 'strerror', None) or error}."
     raise UserError(f"cluster file {os.fspath(path)}: {reason} {_ANEW}")
 
 

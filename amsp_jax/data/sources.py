@@ -173,7 +173,10 @@ def _stdlib_documents(left_out: Callable[[str], None]) -> Iterator[str]:
 
 def _visible_files(folder: Path) -> list[Path]:
     """All files below `folder` whose path has no hidden part, sorted by path."""
-    files = (path for path in folder.rglob("*") if path.is_file())
+    try:
+        files = [path for path in folder.rglob("*") if path.is_file()]
+    except OSError as error:
+        raise unreadable(Path(error.filename or folder), error) from error
     return sorted(f for f in files if not any(part.startswith(".") for part in f.relative_to(folder).parts))
 
 
