@@ -22,6 +22,11 @@ SEED = np.uint32(0)
 STRATEGIES = ["ddp", "zero1", "zero3", "mics(4)"]
 
 
+def slow(value):
+    """A parameter of a wide test."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 def poisoned(batch, value=np.nan):
     """One token's weight on one device is not finite."""
     return {**batch, "weights": np.where(np.arange(oracle.ROWS)[:, None] == 5, np.float32(value), batch["weights"])}
@@ -32,17 +37,33 @@ def bits(tree):
 
 
 @functools.cache
-def setting(strategy, accumulation, optimizer_name):
-    """A plan, a compiled step that keeps its argument, and a state after one step."""
+def gradient(strategy, accumulation):
+    """Compiled once for all optimizers."""
+    model = oracle.model("llama", 1)
+    plan = plan_for(strategy, model)
+    compiled = jax.jit(make_grad_fn(model, plan, StepSettings()))
+    return lambda state, batch: compiled(state.params, oracle.placed(plan, batch, accumulation), SEED, state.step)
+
+
+@functools.cache
+def updating(strategy, optimizer_name):
+    """A state at step 0, and the compiled update."""
     model, optimizer = oracle.model("llama", 1), oracle.optimizer(optimizer_name)
     plan = plan_for(strategy, model)
-    jitted = make_train_step(model, optimizer, plan, StepSettings())
+    state = init_state(model, optimizer, plan, seed=3)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    return state, jax.jit(make_update_fn(model, optimizer, plan), out_shardings=(shardings, plan.replicated))
+
+
+def setting(strategy, accumulation, optimizer_name):
+    """A step that keeps its argument, and a state after one step."""
+    grads_of, (fresh, update) = gradient(strategy, accumulation), updating(strategy, optimizer_name)
 
     def step(state, batch):
-        copy = jax.tree.map(jnp.copy, state)
-        return jitted(copy, oracle.placed(plan, batch, accumulation), SEED)
+        sums, grads = grads_of(state, batch)
+        return update(state, grads, sums)
 
-    first, metrics = step(init_state(model, optimizer, plan, seed=3), batches()[0])
+    first, metrics = step(fresh, batches()[0])
     assert metrics.is_finite and metrics.num_updates == 0
     return step, first
 
@@ -51,7 +72,22 @@ def setting(strategy, accumulation, optimizer_name):
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_bad_batch_leaves_no_trace(strategy, optimizer, accumulation):
-    step, state = setting(strategy, accumulation, optimizer)
+    check_no_trace(*setting(strategy, accumulation, optimizer))
+
+
+def test_a_bad_batch_leaves_no_trace_in_a_donated_state():
+    model, optimizer = oracle.model("llama", 1), oracle.optimizer("adamw")
+    plan = plan_for("zero1", model)
+    compiled = make_train_step(model, optimizer, plan, StepSettings())
+
+    def step(state, batch):
+        return compiled(jax.tree.map(jnp.copy, state), oracle.placed(plan, batch, 3), SEED)
+
+    check_no_trace(step, step(init_state(model, optimizer, plan, seed=3), batches()[0])[0])
+    assert compiled._cache_size() == 1
+
+
+def check_no_trace(step, state):
     after, metrics = step(state, poisoned(batches()[1]))
     assert not metrics.is_finite and np.isnan(metrics.loss) and np.isnan(metrics.grad_norm)
     assert after.step == 2 and metrics.num_updates == 1
@@ -66,7 +102,7 @@ def test_a_bad_batch_leaves_no_trace(strategy, optimizer, accumulation):
     assert bits((met.params, met.opt_state)) == bits((unmet.params, unmet.opt_state))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", *map(slow, sorted({*OPTIMIZERS} - {"adamw", "sgd"}))])
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_finite_step_is_the_plain_update_bit_for_bit(strategy, optimizer):
     model, optimizer = oracle.model("llama", 1), oracle.optimizer(optimizer)
@@ -85,9 +121,8 @@ def test_a_finite_step_is_the_plain_update_bit_for_bit(strategy, optimizer):
     shardings = jax.tree.map(lambda x: x.sharding, state)
     plain = jax.jit(plain, out_shardings=(shardings.params, shardings.opt_state))
     ours = jax.jit(make_update_fn(model, optimizer, plan), out_shardings=(shardings, plan.replicated))
-    grads_of = jax.jit(make_grad_fn(model, plan, StepSettings()))
     for batch in batches(steps=2):
-        sums, grads = grads_of(state.params, oracle.placed(plan, batch, 1), SEED, state.step)
+        sums, grads = gradient(strategy, 1)(state, batch)
         expected = plain(state, grads, sums)
         state, _ = ours(state, grads, sums)
         assert bits((state.params, state.opt_state)) == bits(expected)
@@ -145,7 +180,7 @@ def test_an_optimizer_that_counts_nothing_has_as_many_updates_as_steps():
     assert num_updates(optax.sgd(0.1).init({"w": jnp.ones(2)}), jnp.int32(5)) == 5
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_the_select_copies_no_state(strategy):
     """Every leaf of the state is donated to its successor: a select on a copy would need the bytes twice."""
     model, optimizer = oracle.model("llama", 1), oracle.optimizer("adamw")
@@ -192,7 +227,7 @@ def test_leaves_of_a_model_without_blocks_are_named(strategy):
     assert (found.loss, found.params, found.grads) == (True, ("v",), ("v", "w"))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["zero3", *map(slow, ["ddp", "zero1", "mics(4)"])])
 def test_leaves_are_named_from_the_head_to_the_embedding(strategy):
     model = oracle.model("llama", 2)
     plan = plan_for(strategy, model)
