@@ -92,9 +92,11 @@ class MetricsWriter:
             return
         run_dir = pathlib.Path(run_dir)
         last_step = resume_step or 0
+        # A run that begins again writes the validation before its first step again, too.
+        keep_up_to = -1 if resume_step is None else resume_step
         try:
             for name in (TRAIN_FILE, VALIDATION_FILE):
-                _drop_rows_after(run_dir / name, last_step)
+                _drop_rows_after(run_dir / name, keep_up_to)
             for name in (TRAIN_FILE, VALIDATION_FILE):
                 self._files[name] = (run_dir / name).open("a", encoding="utf-8")
         except OSError as error:
