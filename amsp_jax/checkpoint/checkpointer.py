@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -98,7 +99,7 @@ class Checkpointer:
         shapes = meta.get("shapes") or {path: leaf.shape for path, leaf in leaves.items()}
         assert set(shapes) == set(leaves), f"shapes and leaves differ: {sorted(set(shapes) ^ set(leaves))}"
         shapes = {path: list(shape) for path, shape in shapes.items()}
-        written = {"version": _VERSION, "dtypes": lv.unusual_dtypes(leaves)}
+        written = {"version": _VERSION, "dtypes": {path: str(leaf.dtype) for path, leaf in leaves.items()}}
         # orbax also lists the one that is being written.
         if step in self.steps() or step in self._manager.all_steps():
             return
@@ -116,7 +117,7 @@ class Checkpointer:
         """Every complete checkpoint, whether its files are still as they were or not, the oldest first."""
         with self._reaching():
             names = [path.name for path in self.directory.iterdir() if path.is_dir()]
-        return sorted(int(name) for name in names if name.isdecimal())
+        return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
     def latest_step(self) -> int | None:
         """The newest complete checkpoint, None if there is none."""
@@ -217,7 +218,7 @@ class Checkpointer:
         wanted = lv.by_path(abstract_state)
         to_read = {path: lv.stored_struct(leaf) for path, leaf in wanted.items() if leaf.size}
         with self._reading(step):
-            stored = storage.read(self._folder(step), to_read) if to_read else {}
+            stored = storage.read(self._folder(step), to_read)
         arrays = [lv.from_stored(path, leaf, stored) for path, leaf in wanted.items()]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), arrays)
 
@@ -291,9 +292,7 @@ class Checkpointer:
         """What each saved leaf is, by its path."""
         meta = self._meta(step)
         with self._reading(step):
-            stored = storage.stored_arrays(self._folder(step))
-            dtypes = {path: str(array.dtype) for path, array in stored.items()}
-            dtypes |= meta.get(_FORMAT, {}).get("dtypes", {})
+            dtypes = meta[_FORMAT]["dtypes"] if _FORMAT in meta else storage.stored_dtypes(self._folder(step))
             return {path: Kind(dtype, tuple(meta["shapes"][path])) for path, dtype in dtypes.items()}
 
     def _damage(self, step: int, full: bool) -> str | None:
@@ -382,4 +381,7 @@ def _require_writable(directory: pathlib.Path) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    """What happened; of tensorstore's long messages only what the operating system said."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    said = re.search(r"([^:]+) \[os_error_code=", line)
+    return said[1].strip() if said else line

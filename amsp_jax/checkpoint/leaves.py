@@ -1,7 +1,6 @@
 """The leaves of a state by their names, and the two kinds that a file cannot hold as they are.
 
-An array without elements has nothing to store. A typed random key is stored as the integers it is made of. What
-such a leaf was is kept in the JSON object beside the arrays, so that it is compared like the others.
+An array without elements has nothing to store. A typed random key is stored as the integers it is made of.
 """
 
 from __future__ import annotations
@@ -67,11 +66,6 @@ def is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def unusual_dtypes(leaves: Leaves) -> dict[str, str]:
-    """The dtype of each leaf that is not stored as it is."""
-    return {path: str(leaf.dtype) for path, leaf in leaves.items() if leaf.size == 0 or is_key(leaf)}
-
-
 def to_stored(leaves: Leaves) -> Leaves:
     """The arrays to write."""
     return {path: jax.random.key_data(x) if is_key(x) else x for path, x in leaves.items() if x.size}
@@ -100,5 +94,11 @@ def _empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _to_key(leaf: jax.ShapeDtypeStruct, data: jax.Array) -> jax.Array:
-    # The dtype knows the implementation; `key_impl` is annotated for arrays alone.
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))  # type: ignore[arg-type]
+    return jax.random.wrap_key_data(data, impl=_impl(leaf))
+
+
+def _impl(leaf: jax.ShapeDtypeStruct) -> Any:
+    """The generator that a key's dtype stands for: asked of a traced key, as there is no array yet."""
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)
+    return found[0]

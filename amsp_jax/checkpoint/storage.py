@@ -38,8 +38,10 @@ class Handler(ocp.PyTreeCheckpointHandler):
     """Writes arrays, then measures what was written, still in the background, before the checkpoint is complete."""
 
     def __init__(self) -> None:
-        # Random mantissas do not shrink enough to be worth the time (docs/design/checkpoints.md).
-        super().__init__(use_compression=False)
+        # Random mantissas do not shrink enough to be worth the time, and without a limit on what is written at once all
+        # is one transaction: a full disk is one error, not one a chunk (docs/design/checkpoints.md).
+        arrays = ocp.BasePyTreeCheckpointHandler(use_compression=False, save_concurrent_bytes=None)
+        super().__init__(handler_impl=arrays)
         self._step_folder = Path()
 
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> list[future.Future]:
@@ -71,9 +73,9 @@ def save_args(leaves: Leaves) -> Save:
     return Save(leaves, save_args={path: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for path in leaves})
 
 
-def stored_arrays(step_folder: Path) -> dict[str, Any]:
-    """Shape and dtype of each array, by its path, without reading it."""
-    return ocp.PyTreeCheckpointHandler().metadata(epath.Path(step_folder / STATE)).tree
+def stored_dtypes(step_folder: Path) -> dict[str, str]:
+    """The dtype of each array, by its path, as orbax knows it."""
+    return {path: str(array.dtype) for path, array in _stored_arrays(step_folder).items()}
 
 
 def read(step_folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Leaves:
@@ -87,7 +89,7 @@ def read(step_folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Leave
         path: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=False)
         for path, leaf in wanted.items()
     }
-    stored = stored_arrays(step_folder)
+    stored = _stored_arrays(step_folder)
     # orbax refuses to read what is as large as its limit.
     largest_bytes = max(math.prod(stored[path].shape) * np.dtype(stored[path].dtype).itemsize for path in wanted)
     limit_gb = max(RESTORE_BYTES, largest_bytes + 1) / 1e9
@@ -115,6 +117,11 @@ def first_of_all(text: str | None) -> str | None:
     rows = np.asarray(multihost_utils.process_allgather(own)).astype(np.uint8)
     texts = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
     return next((text for text in texts if text), None)
+
+
+def _stored_arrays(step_folder: Path) -> dict[str, Any]:
+    """Shape and dtype of each array, by its path, without reading it."""
+    return ocp.PyTreeCheckpointHandler().metadata(epath.Path(step_folder / STATE)).tree
 
 
 def _measure_own(folder: Path) -> None:
