@@ -223,7 +223,9 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 index = int(sys.argv[1])
 jax.distributed.initialize(sys.argv[2], 2, index, cluster_detection_method="deactivate")
-from amsp_jax.checkpoint import Checkpointer
+import json
+from amsp_jax.checkpoint import Checkpointer, storage
+from amsp_jax.errors import UserError
 
 mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
 values = np.arange(12, dtype=np.float32).reshape(6, 2)
@@ -242,7 +244,32 @@ abstract = {"w": jax.ShapeDtypeStruct((6, 2), np.float32, sharding=wanted.shardi
 restored = checkpointer.restore(2, abstract, {"w": [6, 2]})
 for got, want in zip(restored["w"].addressable_shards, wanted.addressable_shards, strict=True):
     np.testing.assert_array_equal(got.data, want.data)
+assert checkpointer.verify(2) is None
 checkpointer.close()
+
+# Both say what only one of them has found, whoever's share the damaged file is in, and process 0 sets it aside.
+files = json.loads((pathlib.Path(sys.argv[3]) / "2" / "MANIFEST.json").read_text())["files"]
+assert {name.split("/")[1] for name in files} >= {"ocdbt.process_0", "ocdbt.process_1"}
+for name in sorted(files):
+    path = pathlib.Path(sys.argv[3]) / "2" / name
+    storage.barrier()
+    if index == 0:
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    storage.barrier()
+    reader = Checkpointer(sys.argv[3], keep=None)
+    try:
+        reader.restore(2, abstract, {"w": [6, 2]})
+        raise SystemExit(f"{name} was read")
+    except UserError as error:
+        assert name in str(error), error
+    (damaged,) = reader.newest_intact().passed_over
+    assert damaged.step == 2 and name in damaged.what
+    storage.barrier()
+    if index == 0:
+        path.write_bytes(whole)
+storage.barrier()
+assert reader.newest_intact().step == 2
 print("done")
 """
 
