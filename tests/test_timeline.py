@@ -90,3 +90,14 @@ def test_busy_and_waiting_add_up():
         timeline = step(*blocks, optimizer_s=0.3, window=2, slowdown=1.1, accumulation=accumulation)
         assert timeline.compute_s + timeline.exposed_s == pytest.approx(timeline.step_s)
         assert timeline.step_s >= timeline.communication_s
+
+
+def test_what_travels_together_waits_for_the_last_and_is_waited_for_by_the_first():
+    """Alone, three of four messages run beside compute; in pairs, one of two."""
+    late, early = [part(0.0, 1.0, end=1.0)] * 4, [part(1.0, 0.0, start=1.0)] * 4
+    assert step(*late).step_s == step(*early).step_s == pytest.approx(5.0)
+    pairs = [StepTimes(late, 0.0, None, 1.0, num_end_parts=2), StepTimes(early, 0.0, None, 1.0, num_start_parts=2)]
+    for times in pairs:
+        timeline = simulate(times, 1, peel=True)
+        assert timeline.step_s == pytest.approx(6.0)
+        assert timeline.communication_s == pytest.approx(4.0)

@@ -3,6 +3,7 @@
 What may start when is what the step says (`step.py`, `stack.py`), and what XLA's scheduler does with it:
 - a gather may run while the part before is computed, one part ahead; a gather goes before a reduction that waits, too;
 - the gathers of once a step are there from the start, in the order of use, and overlap the first microbatch;
+- of once a step, several parts' collectives may be one: XLA combines by the bytes of results, which are small there;
 - a gradient's reduction follows its backward pass; at most `reduction_window` blocks of them may be late;
 - reductions of once a step follow the last microbatch's, and overlap what is left of its backward pass;
 - a trip of the accumulation loop begins when all of the trip before is done;
@@ -34,9 +35,9 @@ class PartTimes:
     messages_s: dict[Phase, tuple[float, ...]]
     accumulate_s: float = 0.0
 
-    def has(self, phase: Phase) -> bool:
-        """Whether anything is communicated then."""
-        return bool(self.messages_s.get(phase))
+    def phase_s(self, phase: Phase) -> float:
+        """Of all its collectives of a phase."""
+        return sum(self.messages_s.get(phase, ()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +49,15 @@ class StepTimes:
       optimizer_s: the update, on one device.
       window: blocks a gradient's reduction may lag; None: as many as there are.
       overlap_slowdown: compute time beside a collective over compute time alone.
+      num_start_parts, num_end_parts: adjacent parts whose collectives of once a step travel as one.
     """
 
     parts: Sequence[PartTimes]
     optimizer_s: float
     window: int | None
     overlap_slowdown: float
+    num_start_parts: int = 1
+    num_end_parts: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,28 +146,34 @@ def _microbatch(streams: _Streams, times: StepTimes, starts: bool, ends: bool, a
     """
     parts, last = times.parts, len(times.parts) - 1
     if starts:
-        for i, part in enumerate(parts):
-            streams.release(part, Phase.START, i)
+        for first in range(0, len(parts), times.num_start_parts):
+            streams.release(parts[first : first + times.num_start_parts], Phase.START, first)
     for i, part in enumerate(parts):
         if i == 0:
-            streams.release(part, Phase.FORWARD, 0, after=Phase.START)
+            streams.release([part], Phase.FORWARD, 0, after=(Phase.START, 0))
         # One part ahead.
         if i < last:
-            streams.release(parts[i + 1], Phase.FORWARD, i + 1, after=Phase.START)
-        streams.compute("forward", i, part.forward_s, ((Phase.START, i), (Phase.FORWARD, i)))
+            streams.release([parts[i + 1]], Phase.FORWARD, i + 1, after=_start_of(i + 1, times))
+        streams.compute("forward", i, part.forward_s, (_start_of(i, times), (Phase.FORWARD, i)))
     for i in range(last, -1, -1):
         part = parts[i]
         if i == last:
-            streams.release(part, Phase.BACKWARD, i)
+            streams.release([part], Phase.BACKWARD, i)
         if i > 0:
-            streams.release(parts[i - 1], Phase.BACKWARD, i - 1)
+            streams.release([parts[i - 1]], Phase.BACKWARD, i - 1)
         late = ((Phase.REDUCE, i + times.window),) if times.window else ()
         seconds = part.backward_s + (part.accumulate_s if adds else 0.0)
         streams.compute("backward", i, seconds, ((Phase.BACKWARD, i), *late))
-        streams.release(part, Phase.REDUCE, i)
-        if ends:
-            streams.release(part, Phase.END, i, after=Phase.REDUCE)
+        streams.release([part], Phase.REDUCE, i)
+        num_waiting = (last - i) % times.num_end_parts + 1
+        if ends and (num_waiting == times.num_end_parts or i == 0):
+            streams.release(parts[i : i + num_waiting], Phase.END, i, after=(Phase.REDUCE, i))
     streams.join()
+
+
+def _start_of(part: int, times: StepTimes) -> Key:
+    """The message that brings a part's P shard."""
+    return Phase.START, part - part % times.num_start_parts
 
 
 def _loop(streams: _Streams, times: StepTimes, trips: int) -> None:
@@ -174,7 +184,7 @@ def _loop(streams: _Streams, times: StepTimes, trips: int) -> None:
 def _alone(streams: _Streams, times: StepTimes, phase: Phase) -> None:
     """A phase of all parts with nothing beside it."""
     for i, part in enumerate(times.parts):
-        streams.release(part, phase, i)
+        streams.release([part], phase, i)
     streams.join()
 
 
@@ -252,12 +262,11 @@ class _Streams:
         self.now_s = self.compute_s = self.exposed_s = 0.0
         self.events: list[Event] = []
 
-    def release(self, part: PartTimes, phase: Phase, index: int, after: Phase | None = None) -> None:
-        """From now on the part's collectives of this phase may run, or once those of `after` have."""
+    def release(self, parts: Sequence[PartTimes], phase: Phase, index: int, after: Key | None = None) -> None:
+        """From now on the collectives of this phase may run, as one of that index, or once those of `after` have."""
         self.wire.done.pop((phase, index), None)
-        if part.has(phase):
-            message = _Message((phase, index), sum(part.messages_s[phase]))
-            self.wire.release(message, self.now_s, (after, index) if after else None)
+        if seconds := sum(part.phase_s(phase) for part in parts):
+            self.wire.release(_Message((phase, index), seconds), self.now_s, after)
 
     def compute(self, what: str, index: int, seconds: float, needs: tuple[Key, ...] = ()) -> None:
         """Computes once `needs` have run, slower while a collective runs."""

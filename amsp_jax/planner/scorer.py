@@ -214,6 +214,9 @@ class Scorer:
             optimizer_s=compute.optimizer_seconds(self.sketch, plan, self.workload.optimizer, self.rates),
             window=reduction_window(blocks),
             overlap_slowdown=self.rates.overlap_slowdown,
+            # A result of the thresholds in `xla_flags.combine_thresholds`: a whole block gathered, a block's G shard.
+            num_start_parts=candidate.degrees.params.total,
+            num_end_parts=candidate.degrees.opt_state.total // candidate.degrees.grads.total,
         )
 
     def _peels(self, degrees: Degrees) -> bool:
