@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
+import json
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -35,12 +38,13 @@ from regret_settings import (
     build,
     next_setting,
     optimizer,
+    read_picks,
     read_rows,
 )
 from train_step import random_batch
 
 from amsp_jax import calibrate, launch, xla_flags
-from amsp_jax.cluster import save_cluster
+from amsp_jax.cluster import load_cluster, save_cluster
 from amsp_jax.plan import Plan, make_plan
 from amsp_jax.state import TrainState, abstract_state
 from amsp_jax.step import StepSettings, make_train_step
@@ -48,9 +52,13 @@ from amsp_jax.strategy import DataRanks
 from models.layers import choose_attention
 from models.registry import model_config
 
-NUM_WARMUP, NUM_STEPS, NUM_SLOW_STEPS, SLOW_STEP_S = 2, 8, 5, 1.5
+NUM_WARMUP, NUM_STEPS, NUM_SLOW_STEPS, SLOW_STEP_S = 2, 8, 4, 1.5
 # Of a setting, before one has been measured.
 FIRST_GUESS_S = 45.0
+# Longer, and it hangs.
+MAX_SETTING_S = 120.0
+NOTHING_LEFT = 3
+"""Exit status of `measure_next` without a setting to measure, or time for it."""
 
 
 def main() -> None:
@@ -67,13 +75,16 @@ def parse_args() -> argparse.Namespace:
     tables = commands.add_parser("calibrate", help="write DIR/cluster.json")
     tables.add_argument("--budget-s", type=float, default=calibrate.DEFAULT_BUDGET_S)
     tables.set_defaults(run=run_calibrate)
-    steps = commands.add_parser("measure", help="add to DIR/measured.jsonl the next setting that is not in it")
+    choices = commands.add_parser("picks", help="write DIR/picks.json: what the planner chooses, by DIR/cluster.json")
+    choices.set_defaults(run=run_picks)
+    steps = commands.add_parser("measure", help="add to DIR/measured.jsonl every setting that is not in it")
     steps.add_argument("--budget-s", type=float, default=1e9, help="begin nothing that would end later")
-    steps.add_argument("--sizes", nargs="+", default=["wide", "narrow"], choices=SIZES)
-    steps.add_argument("--resume-from", type=Path, help="rows of an earlier run, copied into DIR if it has none")
     steps.set_defaults(run=run_measure)
-    for command in (tables, steps):
+    for command in (tables, choices, steps):
         command.add_argument("--out", type=Path, required=True, metavar="DIR")
+    for command in (choices, steps):
+        command.add_argument("--sizes", nargs="+", default=["wide", "narrow"], choices=SIZES)
+    for command in (tables, steps):
         command.add_argument("--coordinator")
         for name in ("num-processes", "process-id", "devices-per-node", "simulated-nodes"):
             command.add_argument(f"--{name}", type=int)
@@ -125,31 +136,65 @@ def run_report(args: argparse.Namespace) -> None:
     regret_report.write(args.folder, args.out)
 
 
-def run_measure(args: argparse.Namespace) -> None:
-    """The next setting alone: one before it would leave its communicators, and a training run has only its own.
+def run_picks(args: argparse.Namespace) -> None:
+    """Before anything is measured: the strategy that `plan` would choose in every case."""
+    import regret_report
 
-    Process 0 keeps the file and decides what is next. No new row means that nothing is left, or no time for it.
+    chosen = regret_report.planned(load_cluster(args.out / "cluster.json"), args.sizes)
+    (args.out / "picks.json").write_text(json.dumps(chosen, indent=1) + "\n")
+
+
+def run_measure(args: argparse.Namespace) -> None:
+    """Each setting in a process of its own: one before it would leave its communicators, and a run has only its own.
+
+    They are forked, as imports take as long as many a setting. One that fails is tried again once.
     """
-    begin = time.perf_counter()
+    end, num_failed = time.monotonic() + args.budget_s, 0
+    for number in itertools.count():
+        child = multiprocessing.get_context("fork").Process(target=measure_next, args=(args, number, end))
+        child.start()
+        child.join(MAX_SETTING_S)
+        if child.exitcode is None:
+            child.kill()
+            child.join()
+        num_failed = 0 if child.exitcode == 0 else num_failed + 1
+        if child.exitcode == NOTHING_LEFT or num_failed == 2:
+            return
+
+
+def measure_next(args: argparse.Namespace, number: int, end: float) -> None:
+    """The first setting without a row. Process 0 keeps the file and decides; ends the process, and says how.
+
+    Args:
+      args: of the command.
+      number: of settings before it, whose coordinators had other ports.
+      end: no setting may last longer, on the clock of `time.monotonic`.
+    """
+    begin = time.monotonic()
+    if args.coordinator:
+        host, _, port = args.coordinator.rpartition(":")
+        args.coordinator = f"{host}:{int(port) + number}"
     layout = set_up(args)
     ranks = DataRanks(layout.devices_per_node, layout.num_nodes)
     path = args.out / "measured.jsonl"
 
     def choose() -> dict[str, Any] | None:
-        setting = next_setting(read_rows(path), ranks, args.sizes)
-        late = expected_s(read_rows(path), setting) > args.budget_s
+        rows = read_rows(path)
+        setting = next_setting(rows, ranks, args.sizes, read_picks(args.out))
+        late = begin + expected_s(rows, setting) > end
         return None if setting is None or late else vars(setting)
 
-    if layout.process_index == 0:
-        args.out.mkdir(parents=True, exist_ok=True)
-        if args.resume_from and not path.exists():
-            shutil.copy(args.resume_from, path)
-    if chosen := launch.from_process_0(choose):
+    chosen = launch.from_process_0(choose)
+    if chosen:
         row = {**chosen, **measure(layout, ranks, Setting(**chosen))}
-        row["wall_s"] = round(time.perf_counter() - begin, 1)
+        row["wall_s"] = round(time.monotonic() - begin, 1)
         if layout.process_index == 0:
             append_row(path, row)
             print(summary(row), flush=True)
+    if layout.process_count > 1:
+        # A forked process leaves without what Python does at its end.
+        jax.distributed.shutdown()
+    sys.exit(0 if chosen else NOTHING_LEFT)
 
 
 def expected_s(rows: list[Row], setting: Setting | None) -> float:

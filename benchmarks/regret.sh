@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # A host of GPUs as two nodes, one process a GPU: NCCL is told that the halves are different hosts, so that traffic
-# between them goes through sockets on loopback. Each process has CPUs of its own. Calibrates unless
-# OUT/cluster.json is there, then measures one setting after the other, and goes on where an earlier call ended.
-#   benchmarks/regret.sh OUT [arguments of regret.py measure]       BUDGET_S: of everything, seconds
+# between them goes through sockets on loopback. Each process has CPUs of its own. Calibrates and asks the planner
+# unless OUT has the answers, then measures one setting after the other, and goes on where an earlier call ended.
+#   benchmarks/regret.sh OUT [arguments of regret.py measure]
+#   BUDGET_S: of everything, seconds. LOGS: a folder for them. NODES=1: one node, NVLink throughout.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=$1; shift
 gpus=$(nvidia-smi -L | wc -l)
 cpus=$(($(nproc) / gpus))
+per_node=$((gpus / ${NODES:-2}))
 budget=${BUDGET_S:-3600}
 logs=${LOGS:-$(mktemp -d)}
 mkdir -p "$out" "$logs"
@@ -18,22 +20,17 @@ processes() {  # seconds, then arguments of regret.py
   limit=$1 what=$2; shift 2
   port=$((20000 + RANDOM % 10000))
   for ((p = 0; p < gpus; p++)); do
-    NCCL_HOSTID=node$((p / (gpus / 2))) timeout -k 5 "$limit" \
+    NCCL_HOSTID=node$((p / per_node)) timeout -k 5 "$limit" \
       taskset -c "$((p * cpus))-$((p * cpus + cpus - 1))" python3 "$here/regret.py" "$what" \
       --out "$out" --coordinator "127.0.0.1:$port" --num-processes "$gpus" --process-id $p \
-      --devices-per-node $((gpus / 2)) "$@" > "$logs/$what.$p.log" 2>&1 &
+      --devices-per-node "$per_node" "$@" > "$logs/$what.$p.log" 2>&1 &
   done
   wait
-  tail -20 "$logs/$what.0.log"
+  tail -60 "$logs/$what.0.log"
   grep -hE '^[a-zA-Z_.]*(Error|Exception)' "$logs/$what".[1-9]*.log | cut -c1-300
 }
 
-rows() { cat "$out/measured.jsonl" 2>/dev/null | wc -l; }
-
 [ -s "$out/cluster.json" ] || processes 160 calibrate
-before=-1
-# A setting has processes of its own. One that adds no row has found none left or no time for it, or has failed.
-while left=$((budget - SECONDS)) && ((left > 20)) && now=$(rows) && ((now > before)); do
-  before=$now
-  processes "$left" measure --budget-s $((left - 15)) "$@"
-done
+[ -s "$out/picks.json" ] || JAX_PLATFORMS=cpu python3 "$here/regret.py" picks --out "$out"
+left=$((budget - SECONDS))
+processes "$left" measure --budget-s $((left - 10)) "$@"

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
-from regret_settings import COMPUTE_DTYPE, REDUCE_DTYPE, REMAT, Row, Setting, Size, build, optimizer, read_rows
+from regret_settings import (
+    COMPUTE_DTYPE,
+    REDUCE_DTYPE,
+    REMAT,
+    SIZES,
+    Picks,
+    Row,
+    Setting,
+    Size,
+    build,
+    optimizer,
+    read_rows,
+)
 
-from amsp_jax.cluster import Cluster, load_cluster
+from amsp_jax.cluster import Cluster, compute_capability, load_cluster
 from amsp_jax.planner import Candidate, Estimate, Scorer, Workload
-from amsp_jax.strategy import Degrees
+from amsp_jax.strategy import Degrees, all_degrees
+from models.layers import choose_attention
+from models.registry import model_config
+
+ACCUMULATIONS = (1, 2, 4, 8)
 
 Case = tuple[str, int]
 """Size and accumulation: what the strategies compete on."""
@@ -29,9 +46,6 @@ class Compared:
     setting: Setting
     step_s: float
     predicted_s: float
-    default: bool
-    """Whether `plan` looks at it unasked: nodes are filled first."""
-
     mixed: bool
     """Whether something is sharded inside a node only, so that collectives run on both levels."""
 
@@ -43,21 +57,22 @@ class Compared:
 
 @dataclasses.dataclass(frozen=True)
 class Pick:
-    """The planner's choice in one case, and the fastest that was measured."""
+    """The planner's choice in one case, None if it was not measured, and the fastest that was."""
 
     case: Case
     num_measured: int
-    pick: Compared
+    strategy: str
+    pick: Compared | None
     best: Compared
 
     @property
-    def regret(self) -> float:
+    def regret(self) -> float | None:
         """Time of the pick over that of the best, less one."""
-        return self.pick.step_s / self.best.step_s - 1
+        return self.pick.step_s / self.best.step_s - 1 if self.pick else None
 
 
-def picks(compared: Sequence[Compared]) -> list[Pick]:
-    """One for each case, by size and accumulation."""
+def picks(compared: Sequence[Compared], planned: Picks) -> list[Pick]:
+    """One for each case in which strategies competed, by size and accumulation."""
     cases: dict[Case, list[Compared]] = {}
     for each in compared:
         cases.setdefault((each.setting.size, each.setting.accumulation), []).append(each)
@@ -65,12 +80,29 @@ def picks(compared: Sequence[Compared]) -> list[Pick]:
         Pick(
             case=case,
             num_measured=len(members),
-            pick=min((m for m in members if m.default), key=lambda m: m.predicted_s),
+            strategy=(strategy := planned[_key(*case)]),
+            pick=next((m for m in members if m.setting.strategy == strategy), None),
             best=min(members, key=lambda m: m.step_s),
         )
         for case, members in sorted(cases.items())
-        if any(m.default for m in members)
+        if len(members) > 1
     ]
+
+
+def planned(cluster: Cluster, sizes: Sequence[str]) -> Picks:
+    """The planner's choice in every case: of the strategies that `plan` looks at unasked, the fastest predicted."""
+    chosen = {}
+    for size, accumulation in itertools.product(sizes, ACCUMULATIONS):
+        scorer = Scorer(workload(SIZES[size], accumulation, cluster), cluster)
+        filled = (degrees for degrees in all_degrees(cluster.ranks) if not degrees.warnings)
+        candidates = [Candidate(degrees, SIZES[size].microbatch, REMAT) for degrees in filled]
+        best = min(candidates, key=lambda candidate: scorer.estimate(candidate).step_s)
+        chosen[_key(size, accumulation)] = str(best.degrees)
+    return chosen
+
+
+def _key(size: str, accumulation: int) -> str:
+    return f"{size} {accumulation}"
 
 
 def repeats(rows: Sequence[Row]) -> list[tuple[Setting, float]]:
@@ -83,17 +115,24 @@ def repeats(rows: Sequence[Row]) -> list[tuple[Setting, float]]:
     ]
 
 
-def workload(row: Row, cluster: Cluster) -> Workload:
-    """What the planner is asked about a row."""
-    size = Size(**{field.name: row[field.name] for field in dataclasses.fields(Size)})
+def workload(size: Size, accumulation: int, cluster: Cluster) -> Workload:
+    """What the planner is asked."""
     return Workload(
-        model=build(size, row["attention"]),
+        model=build(size, attention_on(cluster, size)),
         optimizer=optimizer(),
-        global_batch=row["accumulation"] * size.microbatch * cluster.num_devices,
+        global_batch=accumulation * size.microbatch * cluster.num_devices,
         seq_len=size.seq_len,
         compute_dtype=COMPUTE_DTYPE,
         reduce_dtype=REDUCE_DTYPE,
     )
+
+
+def attention_on(cluster: Cluster, size: Size) -> str:
+    """What the model runs with there."""
+    capability = compute_capability(cluster.device_kind)
+    head_dim = model_config(size.model, size.overrides).head_dim
+    platform = "gpu" if capability else "cpu"
+    return choose_attention(platform, capability, head_dim, COMPUTE_DTYPE, size.seq_len).implementation
 
 
 def estimates(rows: Sequence[Row], cluster: Cluster) -> Iterator[tuple[Row, Estimate]]:
@@ -105,7 +144,8 @@ def estimates(rows: Sequence[Row], cluster: Cluster) -> Iterator[tuple[Row, Esti
         setting = Setting.of(row)
         case = setting.size, setting.accumulation
         if case not in scorers:
-            scorers[case] = Scorer(workload(row, cluster), cluster)
+            size = Size(**{field.name: row[field.name] for field in dataclasses.fields(Size)})
+            scorers[case] = Scorer(workload(size, setting.accumulation, cluster), cluster)
         candidate = Candidate(setting.degrees(cluster.ranks), row["microbatch"], REMAT)
         yield row, scorers[case].estimate(candidate)
 
@@ -119,9 +159,7 @@ def compare(both: Sequence[tuple[Row, Estimate]]) -> list[Compared]:
     """What was measured for the first time, beside its prediction."""
     return [
         Compared(
-            row, Setting.of(row), row["step_s"], estimate.step_s,
-            default=not estimate.candidate.degrees.warnings,
-            mixed=mixes_levels(estimate.candidate.degrees),
+            row, Setting.of(row), row["step_s"], estimate.step_s, mixed=mixes_levels(estimate.candidate.degrees),
         )
         for row, estimate in both
         if not row["repeat"]
@@ -131,27 +169,24 @@ def compare(both: Sequence[tuple[Row, Estimate]]) -> list[Compared]:
 def write(folder: Path, out: Path) -> None:
     """Writes `regret.md` and `regret.png` into `out`, and prints the former.
 
-    Of `folder`: `measured.jsonl` and `cluster.json`; `second.jsonl`, rows of another sitting, and `notes.md` if there.
+    Of `folder`: `measured.jsonl` and `cluster.json`, and `notes.md` if there.
     """
-    cluster = load_cluster(folder / "cluster.json")
-    rows, second_rows = read_rows(folder / "measured.jsonl"), read_rows(folder / "second.jsonl")
-    both, second_both = list(estimates(rows, cluster)), list(estimates(second_rows, cluster))
-    first, second = compare(both), compare(second_both)
-    notes = folder / "notes.md"
+    cluster, rows = load_cluster(folder / "cluster.json"), read_rows(folder / "measured.jsonl")
+    both = list(estimates(rows, cluster))
+    compared, notes = compare(both), folder / "notes.md"
+    chosen = planned(cluster, list(dict.fromkeys(row["size"] for row in rows)))
     parts = [
         _heading(rows, cluster),
-        "## Regret\n\n" + _regret_table({"A": picks(first), "B": picks(second)}),
-        _summary(first, repeats(rows)),
-        "## Memory, in short\n\n" + _memory_summary([*both, *second_both]),
+        "## Regret\n\n" + _regret_table(picks(compared, chosen)),
+        _summary(compared, repeats(rows)),
+        "## Memory, in short\n\n" + _memory_summary(both),
         *([notes.read_text().strip()] if notes.exists() else []),
-        "## Step time, sitting A\n\n" + _times_table(both),
+        "## Step time\n\n" + _times_table(both),
+        "## Memory\n\n" + _memory_table(both),
     ]
-    if second:
-        parts.append("## Step time, sitting B beside A\n\n" + _sittings_table(first, second))
-    parts.append("## Memory, sitting A\n\n" + _memory_table(both))
     text = "\n\n".join(parts)
     (out / "regret.md").write_text(text + "\n")
-    plot({"A": first, "B": second}, out / "regret.png")
+    plot(compared, out / "regret.png")
     print(text)
 
 
@@ -175,17 +210,16 @@ def _heading(rows: Sequence[Row], cluster: Cluster) -> str:
     )
 
 
-def _regret_table(sittings: Mapping[str, Sequence[Pick]]) -> str:
-    """The pick is among what was measured in the sitting, and so is the fastest."""
-    heads = ["sitting", "model", "microbatches", "measured", "the planner's pick", "ms", "the fastest", "ms", "regret"]
+def _regret_table(found: Sequence[Pick]) -> str:
+    heads = ["model", "microbatches", "measured", "the planner's choice", "ms", "the fastest", "ms", "regret"]
     return _table(
         heads,
         [
             [
-                sitting, p.case[0], str(p.case[1]), str(p.num_measured), p.pick.setting.strategy, _ms(p.pick.step_s),
-                p.best.setting.strategy, _ms(p.best.step_s), f"{p.regret:.1%}",
+                p.case[0], str(p.case[1]), str(p.num_measured), p.strategy,
+                _ms(p.pick.step_s) if p.pick else "not measured", p.best.setting.strategy, _ms(p.best.step_s),
+                "" if p.regret is None else f"{p.regret:.1%}",
             ]
-            for sitting, found in sittings.items()
             for p in found
         ],
     )  # fmt: skip
@@ -194,12 +228,13 @@ def _regret_table(sittings: Mapping[str, Sequence[Pick]]) -> str:
 def _summary(compared: Sequence[Compared], twice: Sequence[tuple[Setting, float]]) -> str:
     spreads = [(each.row["max_s"] - each.row["min_s"]) / each.step_s for each in compared]
     kinds = {
-        "no group inside a node only": [abs(each.error) for each in compared if not each.mixed],
-        "groups on both levels": [abs(each.error) for each in compared if each.mixed],
+        "All": [abs(each.error) for each in compared],
+        "No group inside a node only": [abs(each.error) for each in compared if not each.mixed],
+        "Groups on both levels": [abs(each.error) for each in compared if each.mixed],
     }
     lines = [
         *(
-            f"- Sitting A, {kind}: {len(errors)} settings, error of the predicted step time "
+            f"- {kind}: {len(errors)} settings, error of the predicted step time "
             f"{statistics.median(errors):.1%} (median), {max(errors):.1%} (largest)."
             for kind, errors in kinds.items()
             if errors
@@ -222,22 +257,6 @@ def _memory_summary(both: Sequence[tuple[Row, Estimate]]) -> str:
         if errors
     ]
     return "\n".join(lines)
-
-
-def _sittings_table(first: Sequence[Compared], second: Sequence[Compared]) -> str:
-    heads = ["model", "microbatches", "strategy", "predicted ms", "A, ms", "error", "B, ms", "error", "B over A"]
-    earlier = {each.setting: each for each in first}
-    lines = []
-    for each in second:
-        a = earlier.get(each.setting)
-        lines.append(
-            [
-                each.setting.size, str(each.setting.accumulation), each.setting.strategy, _ms(each.predicted_s),
-                _ms(a.step_s) if a else "", f"{a.error:+.1%}" if a else "", _ms(each.step_s), f"{each.error:+.1%}",
-                f"{each.step_s / a.step_s - 1:+.1%}" if a else "",
-            ]
-        )  # fmt: skip
-    return _table(heads, lines)
 
 
 def _times_table(both: Sequence[tuple[Row, Estimate]]) -> str:
@@ -283,26 +302,20 @@ def _memory_table(both: Sequence[tuple[Row, Estimate]]) -> str:
     return _table(heads, lines)
 
 
-def plot(sittings: Mapping[str, Sequence[Compared]], path: Path) -> None:
-    """Predicted against measured step time: a sitting is a marker, hollow where groups lie on both levels."""
+def plot(compared: Sequence[Compared], path: Path) -> None:
+    """Predicted against measured step time, hollow where groups lie on both levels."""
     figure = Figure(figsize=(9, 6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    everything = [each for compared in sittings.values() for each in compared]
-    cases = sorted({(each.setting.size, each.setting.accumulation) for each in everything})
-    markers = dict(zip(sittings, "o^", strict=True))
-    _decorate(axes, everything)
-    for sitting, compared in sittings.items():
-        for each in compared:
-            color = f"C{cases.index((each.setting.size, each.setting.accumulation))}"
-            fill = "none" if each.mixed else color
-            x, y = each.step_s * 1e3, each.predicted_s * 1e3
-            axes.plot(x, y, markers[sitting], color=color, markerfacecolor=fill, markersize=8)
-    for sitting, compared in sittings.items():
-        for fill, groups in (("#555555", "no group inside a node only"), ("none", "groups on both levels")):
-            if any(each.mixed == (fill == "none") for each in compared):
-                label = f"sitting {sitting}, {groups}"
-                axes.plot([], [], markers[sitting], color="#555555", markerfacecolor=fill, label=label)
+    cases = sorted({(each.setting.size, each.setting.accumulation) for each in compared})
+    _decorate(axes, compared)
+    for each in compared:
+        color = f"C{cases.index((each.setting.size, each.setting.accumulation))}"
+        fill = "none" if each.mixed else color
+        axes.plot(each.step_s * 1e3, each.predicted_s * 1e3, "o", color=color, markerfacecolor=fill, markersize=8)
+    for fill, groups in (("#555555", "no group inside a node only"), ("none", "groups on both levels")):
+        if any(each.mixed == (fill == "none") for each in compared):
+            axes.plot([], [], "o", color="#555555", markerfacecolor=fill, label=groups)
     for i, (size, accumulation) in enumerate(cases):
         axes.plot([], [], "s", color=f"C{i}", label=f"{size}, {accumulation} microbatch{'es' * (accumulation > 1)}")
     axes.legend(loc="upper left", frameon=False, fontsize=9)

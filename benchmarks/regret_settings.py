@@ -22,6 +22,9 @@ COMPUTE_DTYPE, REDUCE_DTYPE, REMAT = jnp.bfloat16, jnp.float32, Remat.PROJECTION
 
 NUM_BEST, NUM_REPEATED = 6, 2
 
+Picks = Mapping[str, str]
+"""By size and microbatches, as in `wide 4`: the strategy that the planner chooses."""
+
 Row = dict[str, Any]
 """One line of a file: a `Setting`, its `Size`, and what was measured or the error."""
 
@@ -75,25 +78,25 @@ class Setting:
         return parse(self.strategy).resolve(ranks)
 
 
-def schedule(rows: Sequence[Row], ranks: DataRanks, sizes: Sequence[str]) -> Iterator[Setting]:
+def schedule(rows: Sequence[Row], ranks: DataRanks, sizes: Sequence[str], picks: Picks) -> Iterator[Setting]:
     """Every setting in order, measured or not; what comes late depends on the times of what comes early.
 
     All strategies of the first size at 1 and 4 microbatches; the fastest two of them again, which gives the noise; the
-    fastest six at 2 and 8, and at 1 and 4 of each other size. One microbatch goes from small states to large ones, so
-    that a process's peak memory rises from setting to setting.
+    fastest six, and the planner's choice, at 2 and 8, and at 1 and 4 of each other size.
     """
     first, *others = sizes
     for accumulation in (1, 4):
-        yield from (Setting(first, accumulation, str(d)) for d in sorted(all_degrees(ranks), key=_state_bytes))
+        yield from (Setting(first, accumulation, str(d)) for d in sorted(all_degrees(ranks), key=_filled_first))
     best = fastest(rows, first)[:NUM_BEST]
-    yield from (Setting(first, 4, strategy, repeat=1) for strategy in best[:NUM_REPEATED])
+    yield from (Setting(first, n, strategy, repeat=1) for n in (1, 4) for strategy in best[:NUM_REPEATED])
     for size, accumulations in ((first, (2, 8)), *((size, (1, 4)) for size in others)):
-        yield from (Setting(size, accumulation, strategy) for accumulation in accumulations for strategy in best)
+        for n in accumulations:
+            pick = picks.get(f"{size} {n}")
+            yield from (Setting(size, n, s) for s in dict.fromkeys([*best, *([pick] if pick else [])]))
 
 
-def _state_bytes(degrees: Degrees) -> float:
-    """Of a parameter on one device: master and moments, gradient, gathered bf16 shard."""
-    return 12 / degrees.opt_state.total + 4 / degrees.grads.total + 2 / degrees.params.total
+def _filled_first(degrees: Degrees) -> bool:
+    return bool(degrees.warnings)
 
 
 def fastest(rows: Sequence[Row], size: str) -> list[str]:
@@ -105,10 +108,16 @@ def fastest(rows: Sequence[Row], size: str) -> list[str]:
     return sorted((strategy for strategy, both in logs.items() if len(both) == 2), key=lambda s: sum(logs[s]))
 
 
-def next_setting(rows: Sequence[Row], ranks: DataRanks, sizes: Sequence[str]) -> Setting | None:
+def next_setting(rows: Sequence[Row], ranks: DataRanks, sizes: Sequence[str], picks: Picks) -> Setting | None:
     """The first of the schedule that has no row."""
     done = {Setting.of(row) for row in rows}
-    return next((setting for setting in schedule(rows, ranks, sizes) if setting not in done), None)
+    return next((setting for setting in schedule(rows, ranks, sizes, picks) if setting not in done), None)
+
+
+def read_picks(folder: Path) -> Picks:
+    """Of `picks.json`; none if it is not there."""
+    path = folder / "picks.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def read_rows(path: Path) -> list[Row]:

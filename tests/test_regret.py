@@ -11,7 +11,7 @@ from amsp_jax.strategy import DataRanks, all_degrees
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "benchmarks"))
 
 from regret_report import Compared, mixes_levels, picks, repeats  # noqa: E402
-from regret_settings import NUM_BEST, Setting, append_row, fastest, next_setting, read_rows, schedule  # noqa: E402
+from regret_settings import NUM_BEST, NUM_REPEATED, Setting, append_row, fastest, next_setting, read_rows, schedule  # noqa: E402
 
 RANKS = DataRanks(2, 2)
 STRATEGIES = [str(degrees) for degrees in all_degrees(RANKS)]
@@ -30,23 +30,29 @@ def measured_all(step_s):
     ]
 
 
-def test_every_strategy_comes_first_and_states_grow():
-    settings = list(schedule([], RANKS, ["wide", "narrow"]))
+def test_every_strategy_comes_first_those_that_fill_nodes_before_the_others():
+    settings = list(schedule([], RANKS, ["wide", "narrow"], {}))
     assert [s.accumulation for s in settings] == [1] * 16 + [4] * 16
     assert {s.strategy for s in settings[:16]} == set(STRATEGIES)
-    assert settings[0].strategy == "params=2x2 grads=2x2 opt_state=2x2"
-    assert settings[15].strategy == "params=1x1 grads=1x1 opt_state=1x1"
+    assert ["1x2" in s.strategy for s in settings[:16]] == [False] * 10 + [True] * 6
 
 
 def test_the_fastest_go_on():
     rows = measured_all(lambda i: 1.0 + i)
     best = STRATEGIES[:NUM_BEST]
     assert fastest(rows, "wide")[:NUM_BEST] == best
-    late = list(schedule(rows, RANKS, ["wide", "narrow"]))[32:]
-    assert late[:2] == [Setting("wide", 4, best[0], repeat=1), Setting("wide", 4, best[1], repeat=1)]
-    assert [(s.size, s.accumulation) for s in late[2::NUM_BEST]] == [
+    late = list(schedule(rows, RANKS, ["wide", "narrow"], {}))[32:]
+    assert late[:4] == [Setting("wide", n, strategy, repeat=1) for n in (1, 4) for strategy in best[:NUM_REPEATED]]
+    assert [(s.size, s.accumulation) for s in late[4::NUM_BEST]] == [
         ("wide", 2), ("wide", 8), ("narrow", 1), ("narrow", 4),
     ]  # fmt: skip
+
+
+def test_the_planner_s_choice_goes_on_with_the_fastest():
+    rows, slow = measured_all(lambda i: 1.0 + i), STRATEGIES[-1]
+    late = list(schedule(rows, RANKS, ["wide"], {"wide 2": slow, "wide 8": STRATEGIES[0]}))[36:]
+    assert [s.accumulation for s in late] == [2] * (NUM_BEST + 1) + [8] * NUM_BEST
+    assert late[NUM_BEST] == Setting("wide", 2, slow)
 
 
 def test_a_strategy_that_failed_is_not_among_the_fastest():
@@ -58,42 +64,45 @@ def test_a_strategy_that_failed_is_not_among_the_fastest():
 def test_measuring_resumes_after_the_last_whole_line(tmp_path):
     path = tmp_path / "measured.jsonl"
     assert read_rows(path) == []
-    first = next_setting([], RANKS, ["wide"])
+    first = next_setting([], RANKS, ["wide"], {})
     append_row(path, row(first))
     with path.open("a") as file:
         file.write('{"size": "wi')
     assert read_rows(path) == [row(first)]
-    second = next_setting(read_rows(path), RANKS, ["wide"])
+    second = next_setting(read_rows(path), RANKS, ["wide"], {})
     append_row(path, row(second))
     assert read_rows(path) == [row(first), row(second)]
-    assert second != first and second == list(schedule([], RANKS, ["wide"]))[1]
+    assert second != first and second == list(schedule([], RANKS, ["wide"], {}))[1]
 
 
 def test_it_ends():
     rows = measured_all(lambda i: 1.0 + i)
-    while setting := next_setting(rows, RANKS, ["wide"]):
+    while setting := next_setting(rows, RANKS, ["wide"], {}):
         rows.append(row(setting))
-    assert len(rows) == 32 + 2 + 2 * NUM_BEST
+    assert len(rows) == 32 + 2 * NUM_REPEATED + 2 * NUM_BEST
 
 
-def compared(strategy, step_s, predicted_s, default=True, accumulation=1):
+def compared(strategy, step_s, predicted_s=1.0, accumulation=1):
     setting = Setting("wide", accumulation, strategy)
-    return Compared(row(setting, step_s), setting, step_s, predicted_s, default, mixed=False)
+    return Compared(row(setting, step_s), setting, step_s, predicted_s, mixed=False)
 
 
 def test_regret_is_what_the_pick_costs_more():
     first, second = picks(
         [
-            compared("a", step_s=1.1, predicted_s=0.9),
-            compared("b", step_s=1.0, predicted_s=1.0),
-            # `plan` does not look at it, so it cannot be the pick, but it can be the fastest.
-            compared("c", step_s=2.0, predicted_s=0.1, default=False),
-            compared("a", step_s=3.0, predicted_s=3.0, accumulation=4),
-        ]
+            compared("a", step_s=1.1),
+            compared("b", step_s=1.0),
+            compared("a", step_s=3.0, accumulation=4),
+            compared("b", step_s=4.0, accumulation=4),
+            # Alone, nothing competes.
+            compared("a", step_s=9.0, accumulation=8),
+        ],
+        {"wide 1": "a", "wide 4": "c"},
     )
-    assert (first.pick.setting.strategy, first.best.setting.strategy, first.num_measured) == ("a", "b", 3)
+    assert (first.strategy, first.best.setting.strategy, first.num_measured) == ("a", "b", 2)
     assert math.isclose(first.regret, 0.1)
-    assert second.case == ("wide", 4) and second.regret == 0
+    # Its choice was not measured.
+    assert second.case == ("wide", 4) and second.pick is None and second.regret is None
 
 
 def test_error_and_noise():
