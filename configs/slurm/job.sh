@@ -16,10 +16,10 @@ train() { # [GIN_FILE]... [FLAG]...
   for argument; do
     case $argument in
       --gin_file) continue ;;
-      --gin_file=*) name=$(basename "$argument" .gin) run_dir=$(run_dir_of "${argument#*=}") ;;
       --gin.RUN_DIR=*) run_dir=$(unquoted "${argument#*=}") ;;
+      --gin_file=*) name=$(name_of "${argument#*=}") ;;
       -*) ;;
-      *) name=$(basename "$argument" .gin) run_dir=$(run_dir_of "$argument") argument=--gin_file=$argument ;;
+      *) name=$(name_of "$argument") argument=--gin_file=$argument ;;
     esac
     arguments+=("$argument")
   done
@@ -36,21 +36,16 @@ train() { # [GIN_FILE]... [FLAG]...
   say "$run_dir on $SLURM_JOB_NODELIST, $SLURM_NTASKS processes, start $((${SLURM_RESTART_COUNT:-0} + 1))"
   report=$(mktemp)
   srun --kill-on-bad-exit=1 "${SRUN_OPTIONS[@]}" python -u "$here/../../train.py" "${arguments[@]}" \
-    2> >(tee >(grep '^srun: error: ' >"$report") >&2)
+    2> >(tee "$report" >&2)
   code=$?
-  # What srun says of the tasks may still be on its way through the pipe.
-  sleep 1
+  # What srun said of the tasks may still be on its way.
+  wait $!
   decide "$code" "$run_dir" "$(ends_of_tasks "$report")"
 }
 
 unquoted() { sed -E "s/^[\"' ]+//; s/[\"' ]+$//" <<<"$1"; }
 
-run_dir_of() { # GIN_FILE: the run folder that it names, if any
-  local file
-  for file in "$1" "$here/../../$1"; do
-    [ ! -f "$file" ] || { sed -nE "s/^RUN_DIR *= *['\"](.*)['\"].*/\1/p" "$file" | tail -n 1; return; }
-  done
-}
+name_of() { basename -- "$1" .gin; }
 
 ends_of_tasks() { # REPORT: how tasks ended other than well, each kind once: 'code 86', 'Killed', 'Node failure'
   # srun's own exit code will not do: it is the greatest of all, and the tasks that it ended because of another count

@@ -17,9 +17,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fault_table import Fault, write_table
 from slurm_cluster import CLUSTER_SH, NUM_NODES, Slurm
 
 _LOCK = Path("/tmp/amsp-jax-slurm-tests")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fault-table", type=Path, help="a file of which the fault tests write a part anew")
+
+
+@pytest.fixture(scope="session")
+def fault_table(request: pytest.FixtureRequest) -> Iterator[list[Fault]]:
+    """What the fault tests measured; they add to it."""
+    faults: list[Fault] = []
+    yield faults
+    if file := request.config.getoption("--fault-table", None):
+        write_table(file, faults, f"python -m pytest {' '.join(request.config.invocation_params.args)}")
 
 
 @contextlib.contextmanager

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,6 +16,9 @@ CLUSTER_SH = Path(__file__).with_name("cluster.sh")
 TINY_GIN = Path(__file__).with_name("tiny.gin")
 NUM_NODES = 4
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+# Started in the second in which its last run ended, a node takes a job for one that was killed.
+_REQUEUE_WAIT_S = 2.0
 
 
 class Slurm:
@@ -41,11 +45,12 @@ class Slurm:
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
 
-    def run(self, *command: object, check: bool = True, timeout: float = 60, **env: str) -> str:
+    def run(self, *command: object, check: bool = True, timeout: float = 60, cwd: Path | None = None) -> str:
         """Runs a command and returns what it printed on both streams."""
         done = subprocess.run(
             [str(word) for word in command],
-            env={**self.env, **env},
+            cwd=cwd,
+            env=self.env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -60,9 +65,9 @@ class Slurm:
         shape = ("--kill-on-bad-exit=1", f"--nodes={num_nodes}", f"--ntasks-per-node={per_node}")
         return self.run("srun", *shape, f"--time={timeout / 60 + 1:.0f}", *command, timeout=timeout)
 
-    def submit(self, *words: object, **env: str) -> int:
+    def submit(self, *words: object, cwd: Path | None = None) -> int:
         """Submits a batch job and returns its number."""
-        return int(self.run("sbatch", "--parsable", *words, **env).split(";")[0])
+        return int(self.run("sbatch", "--parsable", *words, cwd=cwd).split(";")[0])
 
     def job(self, number: int) -> dict[str, str]:
         """What SLURM says of a job, by name."""
@@ -70,19 +75,22 @@ class Slurm:
 
     def wait(self, number: int, states: Sequence[str] = ENDED, timeout: float = 240) -> str:
         """Waits until the job is in one of the states, and returns that; a requeued job starts at once."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            self.hurry(number)
-            if (state := self.job(number)["JobState"]) in states:
-                return state
-            time.sleep(0.2)
-        raise AssertionError(f"job {number} is not in {states} after {timeout} s: {self.job(number)}")
+        self.until(lambda: self.job(number)["JobState"] in states, number, timeout)
+        return self.job(number)["JobState"]
 
-    def hurry(self, number: int) -> None:
-        """Lets a requeued job start: by itself SLURM waits until its old credentials are void."""
-        job = self.job(number)
-        if job["JobState"] == "PENDING" and job["Reason"] == "BeginTime":
-            self.run("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
+    def until(self, condition: Callable[[], bool], number: int | None = None, timeout: float = 240) -> None:
+        """Waits for the condition; meanwhile the job of this number, if requeued, starts at once."""
+        deadline = time.monotonic() + timeout
+        waits_since = math.inf
+        while not condition():
+            now = time.monotonic()
+            assert now < deadline, self.job(number) if number else self.run("squeue")
+            # A requeued job waits until its old credentials are void, longer than it must.
+            if not number or self.job(number)["Reason"] != "BeginTime":
+                waits_since = math.inf
+            elif now - (waits_since := min(waits_since, now)) > _REQUEUE_WAIT_S:
+                self.run("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
+            time.sleep(0.2)
 
     def cluster(self, *words: str) -> str:
         """A command of cluster.sh, such as node-kill n2."""
