@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from amsp_jax.errors import UserError
 from amsp_jax.launch.hub import Hub
 from amsp_jax.launch.lines import Line, encode, listen
 from amsp_jax.launch.members import AwakeClock, Limits, Member, Status, hang, hello
@@ -112,6 +113,13 @@ def test_a_lone_process_hangs_only_where_a_limit_was_asked_for():
     assert watch._stage.limit_s is None
     watch.step(2, limit_s=9.0)
     assert watch._stage.limit_s == 9.0
+
+
+def test_a_watch_that_is_out_of_reach_is_an_error():
+    with listen(0) as listener:
+        address = ("127.0.0.1", listener.getsockname()[1])
+    with pytest.raises(UserError, match="process 1 on b cannot reach process 0 on a at port .* refused"):
+        Watch().follow(1, ["a", "b"], address, "key")
 
 
 # What process 0 decides, without sockets
@@ -284,9 +292,10 @@ def test_a_killed_process_is_named_by_the_others(victim):
     for code, _, err in results:
         assert code == 86
         assert err.startswith(f"process {victim} on n{victim} is lost: its connection closed"), err
-        assert "It was training at step " in err
+        assert "Its last report: training at step " in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_process_is_named_and_ends_once_it_goes_on(victim):
     with Children("join(); wait()", 2, silence_s=3.0) as children:
@@ -299,6 +308,7 @@ def test_a_stopped_process_is_named_and_ends_once_it_goes_on(victim):
         assert children.all[victim].wait(PATIENCE_S) == 86
 
 
+@pytest.mark.slow
 def test_a_job_that_is_suspended_as_a_whole_goes_on():
     code = """
         join()
@@ -371,6 +381,7 @@ def test_a_process_that_ends_while_the_others_train_is_named():
         assert err.startswith("process 1 on n1 ended with exit code 0 while process 0 on n0 was still training"), err
 
 
+@pytest.mark.slow
 def test_a_mistake_that_one_process_finds_ends_all_with_its_code():
     with Children("join(); print('ready', flush=True); index == 1 and end_process(2); train()", 2) as children:
         first, second = children.ready().results()

@@ -21,7 +21,7 @@ from amsp_jax.cluster import Cluster, device_peak
 from amsp_jax.errors import UserError
 from amsp_jax.launch.accelerator import VISIBILITY, count_gpus, find_platform
 from amsp_jax.launch.grid import Grid, real_grid, share_gpus, simulated_grid, simulated_share
-from amsp_jax.launch.lines import listen
+from amsp_jax.launch.lines import allow_connections, listen
 from amsp_jax.launch.processes import Processes, end_all_on_error, find_processes
 from amsp_jax.launch.rendezvous import Facts, is_loopback, meet
 from amsp_jax.launch.together import add_up
@@ -31,7 +31,7 @@ from amsp_jax.launch.watch import Watch, own_watch
 # ends waits this long for the others (jax: 300 s).
 _HEARTBEAT_S, _SHUTDOWN_S = 30, 60
 # For the drivers of the devices, and jax's own exchange between the processes.
-_DEVICES_S = 300.0
+_DEVICES_S = 120.0
 # By default jax takes 75 % of a GPU. The rest is for NCCL, cuDNN and the context.
 _MEMORY_FRACTION = "0.92"
 
@@ -173,7 +173,10 @@ def _meet(
 ) -> list[Facts]:
     """What every process says of itself, `asked` being the same for all; from here on they watch one another."""
     host = socket.gethostname()
-    listener = listen(0) if watched and processes.count > 1 and processes.index == 0 else None
+    listener = None
+    if watched and processes.count > 1 and processes.index == 0:
+        allow_connections(processes.count)
+        listener = listen(0)
     mine = Facts(
         index=processes.index,
         count=processes.count,

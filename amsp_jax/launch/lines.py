@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import socket
 from typing import Any
+
+from amsp_jax.errors import UserError
 
 Message = dict[str, Any]
 
 # No message of ours is longer; a stranger's may be.
 _LONGEST_LINE_BYTES = 1 << 20
+# Of Python, the data and the drivers.
+_OTHER_FILES = 512
 
 
 def listen(port: int) -> socket.socket:
@@ -18,6 +23,23 @@ def listen(port: int) -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
     return socket.create_server(("", port), backlog=4096)
+
+
+def allow_connections(count: int) -> None:
+    """Lets this process hold `count` connections at once, and as many again of jax's.
+
+    Raises:
+      UserError: the system's limit is lower.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * count + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise UserError(
+            f"process 0 needs {needed} open files for {count} processes, but may have {hard}. Raise the hard limit "
+            "(ulimit -Hn)."
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def encode(message: Message) -> bytes:

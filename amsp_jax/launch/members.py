@@ -111,7 +111,7 @@ class Member:
 
     def lost(self, why: str) -> str:
         """The line that says so."""
-        return f"{self} is lost: {why}. It was {self.status}."
+        return f"{self} is lost: {why}. Its last report: {self.status}."
 
     def silent(self, now: float, limits: Limits) -> str | None:
         """The line that says it has not come, or has been silent for too long; None if neither."""

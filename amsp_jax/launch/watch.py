@@ -44,10 +44,12 @@ class Watch:
 
     Attributes:
       stop_signal: the name of the signal that asked some process of the run to stop; None while none has.
+      has_stopped: `stops_here` has been True.
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.stop_signal: str | None = None
+        self.has_stopped = False
         self._limits = limits or Limits()
         self._index, self._count = 0, 1
         # What the main thread writes and the other one reads.
@@ -104,7 +106,8 @@ class Watch:
             number, is_asked = self._num_passed, self.stop_signal is not None
         if is_asked:
             self._agreed.wait()
-        return self._stop_at is not None and number >= self._stop_at
+        self.has_stopped = self._stop_at is not None and number >= self._stop_at
+        return self.has_stopped
 
     @contextlib.contextmanager
     def catch_signals(self) -> Iterator[None]:
@@ -172,6 +175,8 @@ class Watch:
         if last.what == _TRAINING:
             self._step_times.append(now - last.begun)
         self._stage = _Stage(what, limit_s, step, now)
+        if what != last.what and self._thread is not None:
+            self._call(lambda: self._side.post(self._status().message()))
 
     def _step_limit_s(self) -> float:
         if not self._step_times:
