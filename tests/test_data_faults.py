@@ -114,6 +114,16 @@ def test_nothing_but_corrupt_records_is_an_error(tmp_path: Path) -> None:
         open_small(tmp_path / "a.jsonl", tmp_path / "cache", on_corrupt="skip")
 
 
+def test_a_name_of_odd_bytes_can_be_printed_and_written(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / os.fsdecode(b"odd\xff\n\x1b[31m.jsonl")).write_text('{"text": "' + "good " * 40 + '"}\n3\n')
+    datasets = open_small(folder, tmp_path / "cache", on_corrupt="skip")
+    for text in (*datasets.corrupt, *datasets.description.splitlines()):
+        assert text.isprintable() and text.encode()
+    assert "odd\\udcff\\n\\x1b[31m.jsonl:2: no string" in datasets.corrupt[0]
+
+
 # Data that changes between two starts
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import tokenizers
 
 from amsp_jax.data.cache import cached, open_cache
+from amsp_jax.data.paths import printable
 from amsp_jax.data.scans import remembered
 from amsp_jax.data.sources import OnCorrupt, Summary, TextSource, open_text
 from amsp_jax.data.token_files import TOKEN_SUFFIXES, TokenFile, check_ids, open_npy, open_tokens, scan
@@ -116,7 +117,7 @@ def open_dataset(
         train=train,
         validation=validation,
         tokenizer=corpus.tokenizer,
-        description="\n".join(lines),
+        description="\n".join(map(printable, lines)),
         fingerprint=corpus.fingerprint,
         corrupt=corpus.corrupt,
     )

@@ -59,5 +59,10 @@ def stamps(files: Sequence[Path]) -> list[tuple[str, int, int, int, int]]:
     return found
 
 
+def printable(text: str) -> str:
+    """The text with escapes for what a terminal or a file in UTF-8 would not take, such as a name of odd bytes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def _shortened(data: str) -> str:
     return repr(data if len(data) <= 200 else data[:197] + "...")

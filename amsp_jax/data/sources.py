@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from amsp_jax.data.paths import STDLIB, existing, unreadable
+from amsp_jax.data.paths import STDLIB, existing, printable, unreadable
 from amsp_jax.errors import UserError
 
 OnCorrupt = Literal["stop", "skip"]
@@ -70,7 +70,7 @@ class TextSource:
             nonlocal num_corrupt
             num_corrupt += 1
             if num_corrupt <= _MAX_NAMED:
-                corrupt.append(what)
+                corrupt.append(printable(what))
 
         for document in self.read(left_out):
             num_bytes += digest.add(document)
