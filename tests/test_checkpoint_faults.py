@@ -363,6 +363,21 @@ def test_killed_at_any_moment(tmp_path, after_ms):
     assert_goes_on(tmp_path)
 
 
+def test_a_signal_during_a_save_does_not_cut_it(tmp_path):
+    """`wait` completes it, whatever the handler of SIGTERM notes down meanwhile."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        checkpointer = Checkpointer(tmp_path, keep=1)
+        checkpointer.save(1, state_of(1), {})
+        signal.raise_signal(signal.SIGTERM)
+        checkpointer.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.SIGTERM] and checkpointer.newest_intact() == Intact(1, [])
+    checkpointer.close()
+
+
 PEAK = """
 import sys
 import jax, numpy as np
