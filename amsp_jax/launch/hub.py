@@ -51,6 +51,7 @@ class Hub:
         self._members[0].has_joined = True
         self._limits, self._clock, self._deliver = limits, clock, deliver
         self._lines: dict[Line, Member] = {}
+        self._selector: selectors.BaseSelector | None = None
         self._stop: _Stop | None = None
         self._end: Message | None = None
         self._late_since: float | None = None
@@ -58,7 +59,10 @@ class Hub:
     def open(self, selector: selectors.BaseSelector, listener: socket.socket, key: str) -> None:
         """Lets the others in, who know `key`."""
         listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ, functools.partial(self._accept, selector, listener, key))
+        # One of its own inside the owner's, as `drain` serves the others alone.
+        self._selector = own = selectors.DefaultSelector()
+        own.register(listener, selectors.EVENT_READ, functools.partial(self._accept, own, listener, key))
+        selector.register(own, selectors.EVENT_READ, lambda: self._serve(own, 0.0))
 
     def post(self, message: Message) -> None:
         """Takes in what process 0 says itself."""
@@ -74,15 +78,16 @@ class Hub:
     def drain(self) -> None:
         """Waits until the others have closed their ends: what they have not read is lost when this process ends."""
         deadline = time.monotonic() + self._limits.farewell_s
-        open_lines = set(self._lines)
-        while open_lines and time.monotonic() < deadline:
-            for line in list(open_lines):
+        while self._selector and time.monotonic() < deadline:
+            if not self._lines and all(member.has_joined for member in self._members):
+                return
+            for line in self._lines:
                 line.flush()
-                with contextlib.suppress(ValueError):
-                    line.receive()
-                if line.is_closed:
-                    open_lines.remove(line)
-            time.sleep(_POLL_S)
+            self._serve(self._selector, _POLL_S)
+
+    def _serve(self, selector: selectors.BaseSelector, timeout_s: float) -> None:
+        for key, _ in selector.select(timeout_s):
+            key.data()
 
     def _accept(self, selector: selectors.BaseSelector, listener: socket.socket, key: str) -> None:
         # A connection may be gone again, and descriptors may run out for a moment.
@@ -132,7 +137,7 @@ class Hub:
                 self._take_leave(member, message["code"], message["words"])
 
     def _ask_all(self, member: Member, signal: str) -> None:
-        if self._stop is None:
+        if self._stop is None and self._end is None:
             self._stop = _Stop(member, signal)
             self._tell({"kind": "stop", "signal": signal})
 
