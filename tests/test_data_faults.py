@@ -114,6 +114,12 @@ def test_nothing_but_corrupt_records_is_an_error(tmp_path: Path) -> None:
         open_small(tmp_path / "a.jsonl", tmp_path / "cache", on_corrupt="skip")
 
 
+def test_token_ids_have_no_records_to_skip(tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.arange(100))
+    with pytest.raises(UserError, match="CORRUPT_RECORDS='skip' is for text, but .*ids.npy' holds token ids"):
+        open_small(tmp_path / "ids.npy", tmp_path / "cache", on_corrupt="skip")
+
+
 def test_a_name_of_odd_bytes_can_be_printed_and_written(tmp_path: Path) -> None:
     folder = tmp_path / "corpus"
     folder.mkdir()

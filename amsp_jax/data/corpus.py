@@ -98,6 +98,7 @@ def open_dataset(
     _check_numbers(seq_len, global_batch, seed, validation_fraction)
     if Path(data).suffix in TOKEN_SUFFIXES:
         _check_end(end_of_document, vocab_size)
+        _refuse_skip(data, on_corrupt)
         corpus = _open_token_corpus(data, vocab_size, end_of_document, cache_dir)
     else:
         _refuse_end(data, end_of_document)
@@ -137,6 +138,14 @@ def _check_numbers(seq_len: int, global_batch: int, seed: int, validation_fracti
 def _check_end(end_of_document: int | None, vocab_size: int) -> None:
     if end_of_document is not None and not 0 <= end_of_document < vocab_size:
         raise UserError(f"end of document {end_of_document} is not in the vocabulary, ids 0 to {vocab_size - 1}.")
+
+
+def _refuse_skip(data: str, on_corrupt: OnCorrupt) -> None:
+    if on_corrupt == "skip":
+        raise UserError(
+            f"CORRUPT_RECORDS='skip' is for text, but {data!r} holds token ids, of which one outside the vocabulary is "
+            "always an error. Leave it out."
+        )
 
 
 def _refuse_end(data: str, end_of_document: int | None) -> None:
