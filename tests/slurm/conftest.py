@@ -20,7 +20,8 @@ import pytest
 from fault_table import Fault, write_table
 from slurm_cluster import CLUSTER_SH, NUM_NODES, Slurm
 
-_LOCK = Path("/tmp/amsp-jax-slurm-tests")
+# Beside the cluster's own folder.
+_LOCK = os.environ.get("SLURM_CI_DIR", "/tmp/slurm-ci") + ".pytest"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,16 @@ def project(tmp_path: Path) -> Path:
     return tmp_path / "project"
 
 
-def submit(slurm: Slurm, project: Path, acts: list[dict[str, Any]], *words: str) -> int:
+def submit(
+    slurm: Slurm,
+    project: Path,
+    acts: list[dict[str, Any]],
+    *words: str,
+    script: str = "train.sbatch",
+    options: Sequence[str] = (),
+) -> int:
     (project / "acts.json").write_text(json.dumps(acts))
-    command = ("--output=log", f"--chdir={project}", project / "configs/slurm/train.sbatch", *words)
-    return slurm.submit(*command)
+    return slurm.submit("--output=log", f"--chdir={project}", *options, project / "configs/slurm" / script, *words)
 
 
 def starts(project: Path) -> int:
@@ -103,3 +110,15 @@ def test_arguments_and_folders(slurm: Slurm, project: Path, tmp_path: Path) -> N
     slurm.wait(slurm.submit(*words, cwd=project))
     assert "ARGUMENTS --gin_file=mine.gin --gin.RUN_DIR='runs/named' SITE ours\n" in (project / "log").read_text()
     assert ": runs/named on n1,n2" in (project / "log").read_text().replace("n[1-2]", "n1,n2")
+
+
+def test_frontier_has_what_train_has(slurm: Slurm, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On nodes that are smaller, and without modules."""
+    monkeypatch.setitem(slurm.env, "BASH_FUNC_module%%", "() { echo MODULE $*; }")
+    smaller = ("--partition=main", "--ntasks-per-node=1", "--cpus-per-task=2")
+    acts = [{"ends": [1, 86]}, DONE]
+    job = submit(slurm, project, acts, "configs/runs/gpt_22b.gin", script="frontier.sbatch", options=smaller)
+    assert slurm.wait(job) == "COMPLETED", (project / "log").read_text()
+    log = (project / "log").read_text()
+    assert "MODULE load rocm/" in log and "1 in a row without a new checkpoint: requeued" in log
+    assert f"ARGUMENTS --gin_file=configs/runs/gpt_22b.gin --gin.RUN_DIR=runs/gpt_22b-{job} " in log

@@ -40,6 +40,7 @@ SCRIPT = ROOT / "configs/slurm/train.sbatch"
             "SLURM_NTASKS=2, but this process is not a task of srun and would be alone",
         ),
     ],
+    ids=["unresolvable", "loopback", "other number", "no srun"],
 )
 def test_a_job_that_cannot_start_says_why(
     slurm: Slurm, corpus: Path, tmp_path: Path, fault_table: list[Fault], name: str, words: Sequence[object], said: str
