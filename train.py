@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import sys
 from collections.abc import Sequence
+
+if __name__ == "__main__":
+    # The next imports take seconds. Until the watch is there a stop has nothing to save, and ends with its own code.
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(85))
 
 from amsp_jax import auto, cli, launch, trainer
 from amsp_jax.job import compiler_options

@@ -167,7 +167,7 @@ def _loop(
         )
         stack.enter_context(contextlib.closing(reporter))
         running = _Running(job, step, state, first, checkpointer, reporter)
-        if first == 0:
+        if from_process_0(lambda: _lacks_validation(config, folder, first)):
             running.validate()
         batches = stack.enter_context(Prefetcher(lambda i: job.load_batch(job.datasets.train, i), first, last))
         own_watch().can_save()
@@ -184,6 +184,18 @@ def _loop(
             running.save()
         own_watch().doing(f"writing the checkpoint of step {running.number}", _SAVE_LIMIT_S)
     return running.state, running.number
+
+
+def _lacks_validation(config: TrainConfig, folder: RunFolder, first: int) -> bool:
+    """Whether the validation of the first step's parameters is yet to do: a stop may have ended it."""
+    if first == 0 or not _is_due(first, config.eval_every):
+        return first == 0
+    path = folder.path / VALIDATION_FILE
+    return not path.exists() or all(row["step"] != first for row in read_rows(path))
+
+
+def _is_due(number: int, every: int) -> bool:
+    return every > 0 and number % every == 0
 
 
 class _Running:
@@ -221,7 +233,7 @@ class _Running:
             self._reporter.start_clock()
 
     def _is_due(self, every: int) -> bool:
-        return every > 0 and self.number % every == 0
+        return _is_due(self.number, every)
 
     def validate(self) -> None:
         """Reports the validation loss."""
