@@ -105,7 +105,7 @@ def check_no_trace(step, state):
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", *map(slow, sorted({*OPTIMIZERS} - {"adamw", "sgd"}))])
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_finite_step_is_the_plain_update_bit_for_bit(strategy, optimizer):
-    """At the tests' level of optimization; above it XLA's CPU backend fuses the two programs differently, and rounds so."""
+    """At the tests' level of optimization; above it XLA on CPUs fuses, and so rounds, the two programs differently."""
     model, optimizer = oracle.model("llama", 1), oracle.optimizer(optimizer)
     plan = plan_for(strategy, model)
     state = init_state(model, optimizer, plan, seed=3)
