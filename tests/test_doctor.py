@@ -61,6 +61,11 @@ def test_a_finding_is_one_line():
         (OSError("two\nlines"), "OSError: two lines", "this check could not finish"),
         (UserError("a: wrong. Do b."), "a: wrong. Do b.", ""),
         (TimeoutError("nobody came"), "nobody came", "try again"),
+        (
+            jax.errors.JaxRuntimeError("INTERNAL: NCCL failed\n=== Source Location Trace: ===\na.cc:1"),
+            "INTERNAL: NCCL failed",
+            "try again",
+        ),
     ],
 )
 def test_a_check_that_raises_is_a_line(error, text, fix):
@@ -410,6 +415,7 @@ def layout(**changes):
         "memory_bytes": int(0.9 * SHEET),
         "process_index": 0,
         "process_count": 2,
+        "hosts": ("n1", "n2"),
         "notes": (),
     }
     return Layout(**{**values, **changes})

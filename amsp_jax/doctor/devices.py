@@ -38,7 +38,7 @@ def check_devices(
       num_local: devices that jax gave this process.
       environ: of this process.
     """
-    grid = f"{layout.num_nodes} nodes x {layout.devices_per_node}"
+    grid = f"{layout.num_nodes} node{'s' if layout.num_nodes > 1 else ''} x {layout.devices_per_node}"
     if layout.platform == "cpu":
         yield ok("devices", f"{grid} simulated on the CPU, no accelerator in use", alike=True)
     else:

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import jax
+
 from amsp_jax.errors import UserError
 
 _THREAD = "doctor: "
@@ -86,7 +88,7 @@ def examine(check: str, look: Callable[[], Iterable[Finding]], *, limit_s: float
       check: the name of what fails where `look` raises or does not return.
       look: runs in a thread, which is left behind where it hangs.
       limit_s: seconds until it counts as hanging.
-      if_stuck: the next step for a person whose machine makes it hang.
+      if_stuck: the next step for a person whose machine makes it hang, or jax fail.
     """
     found: list[Finding] = []
     finished = threading.Event()
@@ -97,7 +99,7 @@ def examine(check: str, look: Callable[[], Iterable[Finding]], *, limit_s: float
             finished.set()
         except UserError as error:
             found.append(fail(check, one_line(error)))
-        except TimeoutError as error:
+        except (TimeoutError, jax.errors.JaxRuntimeError) as error:
             found.append(fail(check, one_line(error), if_stuck))
         except Exception as error:  # whatever is broken here is what the doctor was called for
             problem = f"{type(error).__name__}: {one_line(error)}"
@@ -117,8 +119,8 @@ def is_stuck() -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an exception without its line breaks."""
-    return " ".join(str(error).split())
+    """The message of an exception without its line breaks, and without what XLA adds for its developers."""
+    return " ".join(str(error).split()).split(" [executable_name=")[0].split(" === Source Location")[0]
 
 
 def merge(reports: Sequence[Report]) -> list[Finding]:
