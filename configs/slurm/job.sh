@@ -12,7 +12,7 @@ SRUN_OPTIONS=()
 say() { echo "$(date '+%F %T') job $SLURM_JOB_ID: $*"; }
 
 train() { # [GIN_FILE]... [FLAG]...
-  local arguments=() name=quickstart run_dir= argument report code
+  local arguments=() name=quickstart run_dir= argument report code ends
   for argument; do
     case $argument in
       --gin_file) continue ;;
@@ -40,10 +40,12 @@ train() { # [GIN_FILE]... [FLAG]...
   code=$?
   # What srun said of the tasks may still be on its way.
   wait $!
-  decide "$code" "$run_dir" "$(ends_of_tasks "$report")"
+  ends=$(ends_of_tasks "$report")
+  rm -f "$report"
+  decide "$code" "$run_dir" "$ends"
 }
 
-unquoted() { sed -E "s/^[\"' ]+//; s/[\"' ]+$//" <<<"$1"; }
+unquoted() { sed -E "s/^[\"' ]+//; s/[\"' ]+$//; s|^~/|$HOME/|" <<<"$1"; }
 
 name_of() { basename -- "$1" .gin; }
 
@@ -89,7 +91,8 @@ may_fail_again() { # RUN_DIR: counts this failure in the file RUN_DIR.failures; 
   newest=$(newest_checkpoint "$1")
   failures=0
   if [ -f "$file" ]; then read -r job step failures <"$file"; fi
-  if [ "$job" != "$SLURM_JOB_ID" ] || [ "$newest" -gt "${step:--1}" ]; then failures=0; fi
+  # Of another job, damaged, or before the newest checkpoint: it counts no more.
+  [[ $job = "$SLURM_JOB_ID" && $step =~ ^-?[0-9]+$ && $failures =~ ^[0-9]+$ && $newest -le $step ]] || failures=0
   failures=$((failures + 1))
   # What cannot be counted is not repeated.
   mkdir -p "$(dirname "$file")" && echo "$SLURM_JOB_ID $newest $failures" >"$file.part" && mv "$file.part" "$file" &&

@@ -77,8 +77,9 @@ class Job:
 
     def steps(self) -> list[dict[str, Any]]:
         file = self.folder / "steps.jsonl"
+        text = file.read_text() if file.exists() else ""
         # The last line may be half written.
-        return [json.loads(line) for line in file.read_text().splitlines()[:-1]] if file.exists() else []
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def say(self) -> str:
         return f"{self.log[-6000:]}\n{self.slurm.job(self.number)}"
@@ -97,7 +98,7 @@ class Job:
         self.slurm.until(lambda: any(row["start"] > start for row in self.steps()), self.number)
         before = [row for row in self.steps() if row["start"] == start]
         after = next(row for row in self.steps() if row["start"] > start)
-        said = re.findall(SAID, self.log[seen:], re.MULTILINE)
+        said = list(dict.fromkeys(re.findall(SAID, self.log[seen:], re.MULTILINE)))
         return Fault(
             name=name,
             said=said,
