@@ -17,7 +17,8 @@ from amsp_jax.checkpoint import leaf_paths
 from amsp_jax.checks import BatchShape, batch_shape, require_compiled_memory, require_memory
 from amsp_jax.config import TrainConfig
 from amsp_jax.data import Datasets, TokenDataset, global_batch, open_dataset
-from amsp_jax.launch import Layout, process_0_first
+from amsp_jax.errors import UserError
+from amsp_jax.launch import Layout, from_process_0, process_0_first
 from amsp_jax.model import Batch, Model
 from amsp_jax.optimizer import Schedule, abstract_storage, make_optimizer, warmup_cosine
 from amsp_jax.plan import Plan, make_plan
@@ -88,6 +89,7 @@ def prepare(config: TrainConfig, model: Model, vocab_size: int, layout: Layout) 
             on_corrupt=config.corrupt_records,
         )
     )
+    _require_one_corpus(datasets, config.data)
     return Job(
         config=config,
         layout=layout,
@@ -99,6 +101,16 @@ def prepare(config: TrainConfig, model: Model, vocab_size: int, layout: Layout) 
         learning_rates=_learning_rates(config),
         datasets=datasets,
     )
+
+
+def _require_one_corpus(datasets: Datasets, data: str) -> None:
+    """Copies of a corpus on the nodes' own disks may differ, and so may `stdlib` of two Pythons."""
+    here, there = dict(datasets.fingerprint), from_process_0(lambda: dict(datasets.fingerprint))
+    if here != there:
+        raise UserError(
+            f"DATA={data!r} is another corpus in process {jax.process_index()} ({here}) than in process 0 ({there}). "
+            "Give all nodes the same files and the same Python."
+        )
 
 
 def data_ranks(layout: Layout) -> DataRanks:

@@ -78,7 +78,7 @@ def own_checkpoint(folder: RunFolder, job: Job) -> Saved | None:
     wanted = whole_state(job.model, job.optimizer, job.plan)
     saved = _open(folder.checkpoints, None, wanted, goes_back=job.config.on_damaged == "previous")
     if saved:
-        _require_same_data(saved.checkpointer.meta(saved.step).get("data", {}), job)
+        _require_same_data(saved.checkpointer.meta(saved.step).get("data_fingerprint", {}), job)
     return saved
 
 
@@ -87,8 +87,9 @@ def _require_same_data(there: dict[str, str], job: Job) -> None:
     changed = [name for name in there if there[name] != here.get(name)]
     if changed:
         raise UserError(
-            f"DATA={job.config.data!r} has changed since the run began: another {changed[0]} "
-            f"({there[changed[0]]} then, {here.get(changed[0])} now). Put it back, or choose another RUN_DIR."
+            f"DATA={job.config.data!r} is not what the run began with: another {changed[0]} "
+            f"({there[changed[0]]} then, {here.get(changed[0])} now). Put back the data, or the tokenizers and "
+            "Python that read them, or choose another RUN_DIR."
         )
 
 
@@ -134,6 +135,6 @@ def meta_of(job: Job) -> dict[str, Any]:
         "shapes": true_shapes(true_state(job.model, job.optimizer)),
         "steps": job.config.steps,
         "strategy": job.config.strategy,
-        "data": dict(job.datasets.fingerprint),
+        "data_fingerprint": dict(job.datasets.fingerprint),
         "ranks": str(job.plan.degrees.ranks),
     }

@@ -77,7 +77,7 @@ def train(
     watch.doing("preparing the data")
     folder = _find_folder(config)
     job = prepare(config, model, vocab_size, layout)
-    say(str(job.plan), job.datasets.description, f"batch: {job.batch}", *notes)
+    say(*([str(layout)] if is_dry_run else []), str(job.plan), job.datasets.description, f"batch: {job.batch}", *notes)
     before = own_checkpoint(folder, job)
     first, last = before.step if before else 0, config.stop_after or config.steps
     if first >= last:
@@ -214,8 +214,10 @@ class _Running:
         """One step, and what is due after it."""
         config = self._job.config
         self.number += 1
+        # One whose data do not come is then a step behind the others.
+        batch = next(batches)
         own_watch().step(self.number, config.hang_timeout_s)
-        self.state, metrics = self._step(self.state, next(batches), self._seed)
+        self.state, metrics = self._step(self.state, batch, self._seed)
         self._reporter.dispatched(self.number, metrics)
         due = [
             do

@@ -1,5 +1,6 @@
 """Platform detection, XLA flags, and processes that find one another or say why not."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -14,7 +15,7 @@ import pytest
 
 from amsp_jax import xla_flags
 from amsp_jax.errors import UserError
-from amsp_jax.launch import environment, setup
+from amsp_jax.launch import environment, rendezvous, setup
 from amsp_jax.launch.accelerator import count_gpus, find_platform
 from amsp_jax.launch.environment import _git_commit
 from amsp_jax.launch.grid import real_grid, share_gpus
@@ -494,3 +495,17 @@ def test_the_commit_is_that_of_the_source_wherever_the_run_starts(tmp_path, monk
     (source / "module.py").write_text("changed")
     assert _git_commit(source / "module.py") == f"{commit}+changes"
     assert _git_commit(tmp_path / "elsewhere" / "module.py") is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"index": 2}, {"index": -1}, {"index": "0"}, {"index": True}, {"index": None}, {"settings": []}, {"host": 3}],
+)
+def test_what_a_stranger_says_is_not_taken_for_a_process(change):
+    facts = rendezvous.Facts(
+        index=1, count=2, host="n2", node="1", loopback=False, num_devices=1, gpus="", memory_bytes=1, settings={}
+    )
+    line = json.dumps(dataclasses.asdict(facts)).encode()
+    assert rendezvous._facts(line) == facts
+    with pytest.raises((ValueError, TypeError)):
+        rendezvous._facts(json.dumps(dataclasses.asdict(facts) | change).encode())

@@ -186,6 +186,67 @@ def test_a_run_whose_checkpoints_are_gone(
     assert "run has no complete checkpoint: starts from the beginning" in capsys.readouterr().out
 
 
+def test_a_dry_run_writes_nothing(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*MICRO, f"--gin.DATA={corpus}", f"--gin.STRATEGY={STRATEGY}", "--gin.RUN_DIR=run", "--dry-run"]
+    assert train.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "2 nodes x 4 devices" in out and "0: 0, 1, 2, 3; 1: 0, 1, 2, 3" in out
+    assert "dry run: it would train steps 1 to 10 in run; nothing is written" in out
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "last", "message"),
+    [
+        (["--gin.ON_NONFINITE=stop"], 2, "ON_NONFINITE='skip' passes over such batches"),
+        (["--gin.ON_NONFINITE=skip", "--gin.MAX_SKIPPED=2"], 4, "more in a row than MAX_SKIPPED allows"),
+    ],
+)
+def test_numbers_that_went_bad_end_the_run(
+    flags: list[str], last: int, message: str, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*MICRO, f"--gin.DATA={corpus}", f"--gin.STRATEGY={STRATEGY}", "--gin.RUN_DIR=run", *flags]
+    assert train.main([*argv, "--gin.LEARNING_RATE=1e30", "--gin.OPTIMIZER=sgd", "--gin.CHECKPOINT_EVERY=1"]) == 87
+    error = capsys.readouterr().err
+    assert "are not both finite; not finite: " in error and message in error and error.count("\n") == 1
+    rows = read_rows("run/metrics.jsonl")
+    assert rows[last - 1]["num_skipped"] > 0 and max(row["step"] for row in rows) <= last
+    # Nothing bad was saved but what a policy of skipping allows.
+    assert all(int(path.name) < last for path in Path("run/checkpoints").iterdir())
+
+
+def test_on_damaged_goes_back(corpus: Path, finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(finished.path, "run")
+    shutil.rmtree("run/checkpoints/10/meta")
+    argv = [*MICRO, f"--gin.DATA={corpus}", "--gin.RUN_DIR=run", f"--gin.STRATEGY={STRATEGY}", "--gin.STEPS=11"]
+    assert train.main(argv) == 2
+    assert "ON_DAMAGED='previous'" in capsys.readouterr().err
+    assert train.main([*argv, "--gin.STEPS=10", "--gin.ON_DAMAGED=previous", "--gin.EVAL_EVERY=5"]) == 0
+    out = capsys.readouterr().out
+    assert "goes on from run/checkpoints/5" in out.replace(f"{Path.cwd()}/", "") and "10.damaged" in out
+    assert losses(read_rows("run/metrics.jsonl")) == losses(finished.rows)
+    assert sorted(p.name for p in Path("run/checkpoints").iterdir()) == ["10", "10.damaged", "5"]
+
+
+def test_other_data_is_refused(corpus: Path, finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(finished.path, "run")
+    moved = Path("other")
+    shutil.copytree(corpus, moved)
+    argv = [*MICRO, "--gin.RUN_DIR=run", f"--gin.STRATEGY={STRATEGY}", "--gin.STEPS=12"]
+    record = json.loads(Path("run/run.json").read_text())
+    Path("run/run.json").write_text(json.dumps({**record, "data": "other"}))
+    (moved / "0.txt").write_text("something else\n" * 300)
+    assert train.main([*argv, "--gin.DATA=other"]) == 2
+    error = capsys.readouterr().err
+    assert "DATA='other' is not what the run began with: another text" in error
+
+
+def test_replicas_are_compared(corpus: Path, finished: Finished) -> None:
+    rows = run(corpus, "run", "--gin.CHECK_REPLICAS_EVERY=4", "--gin.KEEP_EVERY=4", "--gin.CHECKPOINT_EVERY=2")
+    assert losses(rows) == losses(finished.rows)
+    assert sorted(int(p.name) for p in Path("run/checkpoints").iterdir()) == [4, 8, 10]
+
+
 def test_generate_on_other_devices(finished: Finished) -> None:
     """One device, where the run had eight."""
     process = program("-m", "amsp_jax", "generate", str(finished.path), "--prompt", "the quick", "--max-tokens", "8")

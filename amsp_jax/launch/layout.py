@@ -47,6 +47,7 @@ class Layout:
       device_kind: as jax says it.
       memory_bytes: that one device may use; on the CPU, its share of the host's available memory.
       process_index, process_count: this process and all of them.
+      hosts: of each process.
       notes: lines for the user about settings that have no effect here, and the like.
     """
 
@@ -58,7 +59,21 @@ class Layout:
     memory_bytes: int
     process_index: int
     process_count: int
+    hosts: tuple[str, ...]
     notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Which process on which host has which devices of which node."""
+        head = f"{self.num_nodes} nodes x {self.devices_per_node} devices: {self.device_kind} ({self.platform})"
+        return "\n".join(
+            [head, "process  host              node: devices", *map(self._process_row, range(self.process_count))]
+        )
+
+    def _process_row(self, index: int) -> str:
+        places = [divmod(i, self.devices_per_node) for i, d in enumerate(self.devices) if d.process_index == index]
+        nodes = {node: [str(device) for n, device in places if n == node] for node, _ in places}
+        held = "; ".join(f"{node}: {', '.join(devices)}" for node, devices in nodes.items())
+        return f"{index:<7}  {self.hosts[index]:<16}  {held}"
 
     def cluster(self) -> Cluster:
         """The same in numbers, with the device's peak where its data sheet is known."""
@@ -150,6 +165,7 @@ def setup(
         memory_bytes=_memory_bytes(platform, everyone),
         process_index=processes.index,
         process_count=processes.count,
+        hosts=tuple(facts.host for facts in everyone),
         notes=tuple(notes),
     )
 

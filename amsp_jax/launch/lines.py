@@ -100,7 +100,10 @@ class Line:
         except OSError:
             self.is_closed = True
         *lines, self._incoming = self._incoming.split(b"\n")
-        messages = [json.loads(line) for line in lines]
+        try:
+            messages = [json.loads(line) for line in lines]
+        except RecursionError as error:
+            raise ValueError("not a message") from error
         if len(self._incoming) >= _LONGEST_LINE_BYTES or not all(isinstance(message, dict) for message in messages):
             raise ValueError("not a message")
         return messages

@@ -19,6 +19,8 @@ from amsp_jax.errors import UserError
 from amsp_jax.launch.lines import listen
 
 _LINE_TIMEOUT_S = 10.0
+# The answer has everyone's facts.
+_LONGEST_LINE_BYTES = 1 << 26
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,8 +124,9 @@ def _collect(
             return [], _missing(present, mine.count, timeout_s)
         connection.settimeout(_LINE_TIMEOUT_S)
         try:
-            facts = Facts(**json.loads(_read_line(connection)))
-        except (OSError, ValueError, TypeError):
+            facts = _facts(_read_line(connection))
+        # Deep nesting ends in a RecursionError.
+        except (OSError, ValueError, TypeError, RecursionError):
             # Not one of ours: a port scanner, or a health check.
             continue
         connections.append(connection)
@@ -132,6 +135,19 @@ def _collect(
             return [], problem
         present[facts.index] = facts
     return [present[index] for index in sorted(present)], None
+
+
+def _facts(line: bytes) -> Facts:
+    """What a process says of itself; ValueError or TypeError where it is not that."""
+    facts = Facts(**json.loads(line))
+    for field in dataclasses.fields(Facts):
+        value = getattr(facts, field.name)
+        kind = {"int": int, "str": str, "bool": bool}.get(str(field.type), dict)
+        if type(value) is not kind:
+            raise TypeError(f"{field.name} is {value!r}")
+    if not 0 <= facts.index < facts.count:
+        raise ValueError(f"process {facts.index} of {facts.count}")
+    return facts
 
 
 def _missing(present: Mapping[int, Facts], count: int, timeout_s: float) -> str:
@@ -198,4 +214,4 @@ def _connect(host: str, port: int, mine: Facts, timeout_s: float) -> socket.sock
 
 def _read_line(connection: socket.socket) -> bytes:
     with connection.makefile("rb") as file:
-        return file.readline()
+        return file.readline(_LONGEST_LINE_BYTES)
