@@ -8,6 +8,7 @@ import pickletools
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -418,3 +419,52 @@ def test_restoring_needs_the_state_and_a_bound(tmp_path, num_devices):
     peak_bytes = int(done.stdout)
     # Libraries that are loaded on the way, and the allocator's leavings.
     assert peak_bytes < state_bytes + bound_bytes + (96 << 20), peak_bytes
+
+
+ONE_OF_TWO_FAILS = """
+import os, sys
+import jax, numpy as np
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+index = int(sys.argv[1])
+jax.distributed.initialize(sys.argv[2], 2, index, cluster_detection_method="deactivate")
+from amsp_jax.checkpoint import Checkpointer, manifest
+from amsp_jax.errors import UserError
+
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("a",))
+sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
+state = {"w": jax.make_array_from_callback((8,), sharding, lambda at: np.ones(8, np.float32)[at])}
+checkpointer = Checkpointer(sys.argv[3], keep=1)
+checkpointer.save(1, state, {})
+checkpointer.wait()
+if index == 1:
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+    manifest.write_part = fail
+checkpointer.save(2, state, {})
+try:
+    checkpointer.wait()
+except UserError as error:
+    print(error, flush=True)
+    os._exit(2)
+"""
+
+
+def test_a_process_that_cannot_write_says_so_at_once(tmp_path):
+    """The other one waits for it inside orbax, until something that watches them ends it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    command = [sys.executable, "-c", ONE_OF_TWO_FAILS]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    children = [
+        subprocess.Popen([*command, str(i), address, str(tmp_path)], env=environ, stdout=-1, stderr=-1, text=True)
+        for i in range(2)
+    ]
+    try:
+        out, err = children[1].communicate(timeout=60)
+        assert children[1].returncode == 2 and "No space left on device" in out, err
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+    assert Checkpointer(tmp_path, keep=None).newest_intact() == Intact(1, [])

@@ -77,6 +77,7 @@ class Checkpointer:
             if value is not None and value < 1:
                 raise UserError(f"{name}={value}: it is a number of steps or checkpoints. Set it to 1 or more.")
         _require_writable(self.directory)
+        self._handler = storage.Handler()
         self._manager = self._make_manager(keep, keep_every)
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
@@ -104,11 +105,12 @@ class Checkpointer:
         if step in self.steps() or step in self._manager.all_steps():
             return
         with self._writing():
+            self._handler.wait_for_own()
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    meta=ocp.args.JsonSave({**meta, "shapes": shapes, _FORMAT: written}),
                     state=storage.save_args(lv.to_stored(leaves)),
+                    meta=ocp.args.JsonSave({**meta, "shapes": shapes, _FORMAT: written}),
                 ),
                 force=True,
             )
@@ -241,18 +243,19 @@ class Checkpointer:
         """Returns when every save is complete on disk; raises `UserError` if one failed."""
         if self._manager is not None:
             with self._writing():
+                self._handler.wait_for_own()
                 self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Waits for the saves and ends the background threads."""
         if self._manager is not None:
             with self._writing():
+                self._handler.wait_for_own()
                 self._manager.close()
 
     def _make_manager(self, keep: int, keep_every: int | None) -> ocp.CheckpointManager:
         policies = ocp.checkpoint_managers
         kept: list[Any] = [policies.LatestN(keep)] + ([policies.EveryNSteps(keep_every)] if keep_every else [])
-        handler = storage.Handler()
         with self._writing():
             return ocp.CheckpointManager(
                 self.directory,
@@ -261,10 +264,10 @@ class Checkpointer:
                     # What a killed run left behind goes when the run starts again.
                     cleanup_tmp_directories=True,
                     async_options=ocp.AsyncOptions(
-                        timeout_secs=storage.PATIENCE_S, post_finalization_callback=handler.seal
+                        timeout_secs=storage.PATIENCE_S, post_finalization_callback=self._handler.seal
                     ),
                 ),
-                item_handlers={_META: ocp.JsonCheckpointHandler(_META_FILE), storage.STATE: handler},
+                item_handlers={_META: ocp.JsonCheckpointHandler(_META_FILE), storage.STATE: self._handler},
             )
 
     def _folder(self, step: int) -> pathlib.Path:

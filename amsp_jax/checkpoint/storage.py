@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +44,47 @@ class Handler(ocp.PyTreeCheckpointHandler):
         arrays = ocp.BasePyTreeCheckpointHandler(use_compression=False, save_concurrent_bytes=None)
         super().__init__(handler_impl=arrays)
         self._step_folder = Path()
+        self._own: Future[None] = Future()
+        self._own.set_result(None)
 
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> list[future.Future]:
         """Orbax's own, whose last part, in this process, is its part of the manifest."""
         folder = Path(directory)
         self._step_folder = folder.parent
+        self._own = Future()
         written = await super().async_save(directory, *args, **kwargs) or []
-        return [future.ChainedFuture(written, functools.partial(_measure_own, folder))]
+        return [_Reported(future.ChainedFuture(written, functools.partial(_measure_own, folder)), self._own)]
 
     def seal(self) -> None:
         """Completes the manifest; called in one process, when all have written and before the last rename."""
         manifest.seal(self._step_folder, jax.process_count(), _REWRITTEN)
+
+    def wait_for_own(self) -> None:
+        """Returns when this process has written its part of the last save; raises what made it fail.
+
+        Where one of several processes fails, orbax waits in all of them for the others, hours in the end: the one that
+        knows what happened must not.
+        """
+        if jax.process_count() > 1:
+            self._own.result(PATIENCE_S)
+
+
+class _Reported:
+    """A future of orbax's that tells another one how it ended."""
+
+    def __init__(self, inner: future.Future, outcome: Future[None]) -> None:
+        self._inner, self._outcome = inner, outcome
+
+    def result(self, timeout: float | None = None) -> None:
+        try:
+            self._inner.result(timeout)
+        except BaseException as error:
+            self._outcome.set_exception(error)
+            raise
+        self._outcome.set_result(None)
+
+    def cancel(self) -> None:
+        self._inner.cancel()
 
 
 @ocp.args.register_with_handler(Handler, for_save=True)
