@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+_SILENT = "nothing, as its writer is lost; SLURM requeues the job itself"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ def write_table(file: Path, faults: Sequence[Fault], command: str) -> None:
 
 def _table(faults: Sequence[Fault], command: str) -> str:
     rows = [
-        f"| {fault.name} | {'<br>'.join(f'`{line}`' for line in fault.said)} | {fault.end_s:.0f} "
+        f"| {fault.name} | {'<br>'.join(f'`{line}`' for line in fault.said) or _SILENT} | {fault.end_s:.0f} "
         f"| {_or_none(fault.continue_s, '.0f')} | {_or_none(fault.steps_lost, 'd')} |"
         for fault in faults
     ]

@@ -99,10 +99,13 @@ class Slurm:
     def reset(self) -> None:
         """Ends all jobs and brings all nodes back."""
         self.run("scancel", f"--user={os.geteuid()}", check=False)
-        for node in range(1, NUM_NODES + 1):
+        for node in (f"n{i}" for i in range(1, NUM_NODES + 1)):
             if self.mode == "netns":
-                self.cluster("node-net", f"n{node}", "up")
-            self.cluster("node-start", f"n{node}")
+                self.cluster("node-net", node, "up")
+            # SLURM asks a node that did not answer again only after minutes; one that starts registers at once.
+            if "DOWN" in self.run("scontrol", "show", "node", node):
+                self.run(CLUSTER_SH, "node-kill", node, check=False)
+            self.cluster("node-start", node)
         deadline = time.monotonic() + 60
         while self.run("squeue", "--noheader") or self._num_idle() < NUM_NODES:
             assert time.monotonic() < deadline, self.run("sinfo", "--Node", "--long") + self.run("squeue")

@@ -156,11 +156,15 @@ def test_the_cluster_fails(
         slurm.until(lambda: slurm.job(job.number).get("PreemptTime", "None") != "None")
         time.sleep(1)
 
+    lost_nodes = []
+
     def cut() -> None:
-        slurm.cluster("node-net", job.nodes()[-1], "down")
+        lost_nodes.append(job.nodes()[-1])
+        slurm.cluster("node-net", lost_nodes[-1], "down")
 
     def kill() -> None:
-        slurm.cluster("node-kill", slurm.job(job.number)["BatchHost"])
+        lost_nodes.append(slurm.job(job.number)["BatchHost"])
+        slurm.cluster("node-kill", lost_nodes[-1])
 
     for step, name, happens, lost in (
         (7, "SIGTERM, as before a time limit", terminate, (0,)),
@@ -171,5 +175,6 @@ def test_the_cluster_fails(
         fault = job.survive(name, step, happens)
         fault_table.append(fault)
         assert fault.steps_lost in lost, job.say()
+        assert not {*lost_nodes} & {*job.nodes()}
     assert slurm.wait(job.number) == "COMPLETED", job.say()
     assert numbers(tmp_path / "run") == uninterrupted
