@@ -47,14 +47,14 @@ def make_state(num_params: float) -> dict[str, dict[str, jax.Array]]:
     }
     num_blocks = max(1, round(num_params / (12 * HIDDEN**2)))
 
+    # One small program for each shape: one for the whole state compiles for minutes on GPUs.
+    normal = jax.jit(jax.random.normal, static_argnums=1, out_shardings=sharding)
+
     def part(seed: int) -> dict[str, jax.Array]:
         keys = iter(jax.random.split(jax.random.key(seed), num_blocks * len(shapes)))
-        return {
-            f"{i}/{name}": jax.random.normal(next(keys), s) for i in range(num_blocks) for name, s in shapes.items()
-        }
+        return {f"{i}/{name}": normal(next(keys), s) for i in range(num_blocks) for name, s in shapes.items()}
 
-    make = jax.jit(part, static_argnums=0, out_shardings=sharding)
-    return {name: make(seed) for seed, name in enumerate(("params", "mu", "nu"))}
+    return {name: part(seed) for seed, name in enumerate(("params", "mu", "nu"))}
 
 
 @jax.jit(donate_argnums=0)
