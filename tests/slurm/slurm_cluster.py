@@ -29,7 +29,7 @@ class Slurm:
         kept = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("SLURM_", "SBATCH_", "SRUN_", "JAX_", "XLA_")) and "proxy" not in name.lower()
+            if not re.match("SLURM_(?!CI_)|SBATCH_|SRUN_|JAX_|XLA_|.*proxy", name, re.IGNORECASE)
         }
         self.env = {
             **kept,
@@ -90,6 +90,7 @@ class Slurm:
                 waits_since = math.inf
             elif now - (waits_since := min(waits_since, now)) > _REQUEUE_WAIT_S:
                 self.run("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
+                waits_since = math.inf
             time.sleep(0.2)
 
     def cluster(self, *words: str) -> str:
