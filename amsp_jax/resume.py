@@ -17,20 +17,18 @@ from amsp_jax.state import TrainState, init_state, true_state
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint that has what is wanted of it.
+    """A complete checkpoint that has what is wanted of it, and whose files are as they were written.
 
     Attributes:
       checkpointer: of its folder, for reading.
       step: the checkpoint.
       wanted: what to read.
-      is_verified: its files were just compared with what was written.
       passed_over: newer ones, which are damaged.
     """
 
     checkpointer: Checkpointer
     step: int
     wanted: Wanted
-    is_verified: bool = False
     passed_over: tuple[Damaged, ...] = ()
 
     def __str__(self) -> str:
@@ -39,7 +37,7 @@ class Saved:
     def read(self) -> Any:
         """What is wanted, on the devices."""
         with contextlib.closing(self.checkpointer):
-            return self.checkpointer.restore(self.step, *self.wanted, verify=not self.is_verified)
+            return self.checkpointer.restore(self.step, *self.wanted, verify=False)
 
     def set_damaged_aside(self) -> None:
         """Renames what was passed over, so that later saves of the same steps find their places free."""
@@ -64,7 +62,9 @@ def _open(directory: Path, step: int | None, wanted: Wanted, goes_back: bool = F
     if step is None:
         return None
     checkpointer.check(step, *wanted)
-    return Saved(checkpointer, step, wanted, is_verified=goes_back, passed_over=passed_over)
+    note = checkpointer.verify(step, full=not goes_back)
+    say(*([note] if note else []))
+    return Saved(checkpointer, step, wanted, passed_over)
 
 
 def own_checkpoint(folder: RunFolder, job: Job) -> Saved | None:

@@ -155,7 +155,7 @@ def _loop(
     config = job.config
     with contextlib.ExitStack() as stack:
         checkpointer = Checkpointer(folder.checkpoints, config.keep_checkpoints, config.keep_every or None)
-        stack.enter_context(contextlib.closing(checkpointer))
+        stack.enter_context(_closed_by_all(checkpointer))
         reporter = Reporter(
             folder.path,
             first,
@@ -184,6 +184,18 @@ def _loop(
             running.save()
         own_watch().doing(f"writing the checkpoint of step {running.number}", _SAVE_LIMIT_S)
     return running.state, running.number
+
+
+@contextlib.contextmanager
+def _closed_by_all(checkpointer: Checkpointer) -> Iterator[None]:
+    """Waits for the saves at the end, unless one process alone fails: the others would never come to finish one."""
+    try:
+        yield
+    except Exception as error:
+        if jax.process_count() == 1 or isinstance(error, BadNumbersError):
+            checkpointer.close()
+        raise
+    checkpointer.close()
 
 
 def _lacks_validation(config: TrainConfig, folder: RunFolder, first: int) -> bool:
