@@ -13,6 +13,16 @@ os.environ["XLA_FLAGS"] = (
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture
+def clean_environment(tmp_path, monkeypatch):
+    """Caches of its own, and nothing of SLURM or NCCL."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    for name in ("NCCL_SOCKET_IFNAME", "SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_STEP_NODELIST"):
+        monkeypatch.delenv(name, raising=False)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from amsp_jax import launch
+from amsp_jax import cli, launch
 from amsp_jax.calibrate import DEFAULT_BUDGET_S, ProgressLine, calibrate, plot_network
 from amsp_jax.cluster import Cluster, save_cluster
 from amsp_jax.errors import UserError
@@ -26,12 +26,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--budget", type=float, default=DEFAULT_BUDGET_S, metavar="S", help="seconds (default: %(default)g)"
     )
-    parser.add_argument("--devices-per-node", type=int, metavar="N", help="split each node into logical ones")
-    parser.add_argument("--simulated-nodes", type=int, metavar="N", help="on the CPU: nodes to simulate")
-    parser.add_argument("--simulated-devices-per-node", type=int, metavar="N", help="on the CPU: devices of each")
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of several processes that SLURM did not start")
-    parser.add_argument("--num-processes", type=int, metavar="N", help="how many they are")
-    parser.add_argument("--process-id", type=int, metavar="I", help="which one this is, from 0")
+    cli.add_device_arguments(parser)
     parser.set_defaults(run=run)
 
 

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 import jax
 
-from amsp_jax import doctor, launch
+from amsp_jax import cli, doctor, launch
 from amsp_jax.doctor import Exchange, Finding, Report, Status, examine
 from amsp_jax.errors import UserError
 from amsp_jax.launch import Layout
@@ -48,26 +48,10 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--timeout", type=_positive(float), default=60.0, metavar="S", help="of a collective (default: %(default)g)"
+        "--timeout", type=cli.positive(float), default=60.0, metavar="S", help="of a collective (default: %(default)g)"
     )
-    number = _positive(int)
-    parser.add_argument("--devices-per-node", type=number, metavar="N", help="split each node into logical ones")
-    parser.add_argument("--simulated-nodes", type=number, metavar="N", help="on the CPU: nodes to simulate")
-    parser.add_argument("--simulated-devices-per-node", type=number, metavar="N", help="on the CPU: devices of each")
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of several processes that SLURM did not start")
-    parser.add_argument("--num-processes", type=number, metavar="N", help="how many they are")
-    parser.add_argument("--process-id", type=int, metavar="I", help="which one this is, from 0")
+    cli.add_device_arguments(parser)
     parser.set_defaults(run=run)
-
-
-def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
-    def positive_number(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            if (value := kind(text)) > 0:
-                return value
-        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
-
-    return positive_number
 
 
 def run(args: argparse.Namespace) -> None:
