@@ -15,9 +15,10 @@ import fcntl
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from amsp_jax.config import TrainConfig
 from amsp_jax.errors import UserError
@@ -31,6 +32,7 @@ IDENTITY = ("model", "model_overrides", "data", "end_of_document", "seed", "glob
 
 _RECORD = "run.json"
 _LOCK = ".lock"
+_LOST_LOCK_S = 120
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,17 +164,28 @@ def _writing(path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds the folder against other commands; the lock ends with the process, however that ends."""
+    # The lock of a node that was lost outlives it for a while; a requeued job waits for that.
+    deadline = time.monotonic() + (_LOST_LOCK_S if int(os.environ.get("SLURM_RESTART_COUNT", "0")) else 0)
     with (path / _LOCK).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"RUN_DIR={path} is in use: another command trains there; wait for its end, or choose another folder"
-            ) from None
-        except OSError:
-            # A file system without locks: then it is up to the user.
-            pass
+        while not _locks(file):
+            if time.monotonic() >= deadline:
+                raise UserError(
+                    f"RUN_DIR={path} is in use: another command trains there; wait for its end, or choose another "
+                    "folder"
+                )
+            time.sleep(1)
         yield
+
+
+def _locks(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # A file system without locks: then it is up to the user.
+        pass
+    return True
 
 
 def _next_numbered(parent: Path) -> Path:

@@ -185,7 +185,8 @@ def test_process_0_of_an_arbitrary_distribution_is_on_the_first_host_of_the_file
 def test_alone():
     assert find_processes(None, None, None, {}) == Processes()
     assert find_processes(None, 1, None, SLURM) == Processes()
-    assert find_processes("node1:123", 2, 1, SLURM).coordinator == "node1:123"
+    assert find_processes("node1:123", 6, 1, SLURM).coordinator == "node1:123"
+    assert find_processes("node1:123", 2, 1, {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}).count == 2
 
 
 @pytest.mark.parametrize(
@@ -197,6 +198,7 @@ def test_alone():
         ((None, None, None), {**SLURM, "SLURM_DISTRIBUTION": "arbitrary"}, "SLURM_DISTRIBUTION=arbitrary"),
         ((None, None, None), {**SLURM, "SLURM_HET_SIZE": "2"}, "SLURM_HET_SIZE=2: process 0 may be on any node"),
         ((None, None, None), {"OMPI_COMM_WORLD_SIZE": "2"}, "an MPI launcher started several"),
+        (("node1:123", 5, 1), SLURM, "num_processes=5, but srun started SLURM_STEP_NUM_TASKS=6"),
         (("localhost:1", None, None), SLURM, "loopback address, which the other 1 of 2 nodes"),
         (("h:1", 2, None), {}, "coordinator=h:1, num_processes=2 alone"),
         ((None, 2, None), SLURM, "num_processes=2 alone"),

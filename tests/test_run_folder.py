@@ -1,10 +1,11 @@
 """The folder of a run: one command at a time, nothing written too early, nothing lost in a race."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
-from amsp_jax import cli
+from amsp_jax import cli, run_folder
 from amsp_jax.config import TrainConfig
 from amsp_jax.errors import UserError
 from amsp_jax.run_folder import find_run_folder
@@ -46,6 +47,14 @@ def test_two_commands_that_start_at_once() -> None:
     with pytest.raises(UserError, match="another command began a run there"), second.claimed(config("run")):
         pass
     assert sorted(Path().rglob("*")) == before
+
+
+def test_a_requeued_job_waits_for_the_lock_of_a_lost_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with contextlib.ExitStack() as lost:
+        lost.enter_context(find_run_folder(config("run")).claimed(config("run")))
+        monkeypatch.setattr(run_folder.time, "sleep", lambda seconds: lost.close())
+        assert find_run_folder(config("run")).is_same_run
 
 
 def test_two_numbered_runs_that_start_at_once() -> None:

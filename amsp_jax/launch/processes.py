@@ -65,6 +65,7 @@ def find_processes(
     if num_processes == 1:
         return Processes()
     if coordinator is not None and num_processes is not None and process_id is not None:
+        _refuse_other_count(num_processes, environ)
         return _explicit(coordinator, num_processes, process_id)
     in_step = "SLURM_STEP_NODELIST" in environ
     given: dict[str, str | int | None] = {"num_processes": num_processes, "process_id": process_id}
@@ -83,6 +84,16 @@ def _refuse_partial(given: Mapping[str, str | int | None]) -> None:
     if have:
         raise UserError(
             f"{have} alone: a run of several processes needs coordinator, num_processes and process_id. Give all three."
+        )
+
+
+def _refuse_other_count(count: int, environ: Mapping[str, str]) -> None:
+    """A step of one task may be one of several that make up a run; one of several tasks is a run."""
+    tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if tasks not in (1, count):
+        raise UserError(
+            f"num_processes={count}, but srun started SLURM_STEP_NUM_TASKS={tasks} of this step: they would wait for "
+            "others in vain. Leave out coordinator, num_processes and process_id under srun."
         )
 
 
