@@ -11,7 +11,13 @@ from collections.abc import Sequence
 
 if __name__ == "__main__":
     # The next imports take seconds. Until the watch is there a stop has nothing to save, and ends with its own code.
-    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(85))
+    def stop(number: int, frame: object) -> None:
+        """Ends the process; nothing else runs yet."""
+        os.write(2, b"asked to stop while starting: nothing to save\n")
+        os._exit(85)
+
+    for asks_to_stop in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(asks_to_stop, stop)
 
 from amsp_jax import auto, cli, launch, trainer
 from amsp_jax.job import compiler_options
@@ -80,4 +86,8 @@ def _run(line: cli.CommandLine) -> None:
 
 
 if __name__ == "__main__":
-    launch.end_process(main())
+    code = main()
+    # All is done: a stop has nothing left to stop.
+    for late in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(late, signal.SIG_IGN)
+    launch.end_process(code)

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import sys
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -92,7 +93,8 @@ def run(main: Callable[[], None]) -> int:
         print("error:", _one_line(error), file=sys.stderr)
         return exit_codes.BAD_NUMBERS
     except Stopped as stopped:
-        print(_one_line(stopped), file=sys.stderr)
+        if jax.process_index() == 0:
+            print(_one_line(stopped), file=sys.stderr)
         return exit_codes.STOPPED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -279,12 +281,17 @@ def help_text() -> str:
             "",
             f"Models (MODEL): {', '.join(MODELS)}",
             f"Optimizers (OPTIMIZER): {', '.join(OPTIMIZERS)}",
+            "",
+            "Exit codes: 0 done, 2 a mistake in the settings, 85 stopped by a signal and saved, 86 another process was",
+            "lost, 87 the numbers went bad, 130 interrupted twice.",
         ]
     )
 
 
 def _explained() -> Iterator[tuple[str, str]]:
-    return ((name.upper(), text) for name, (_, text) in FIELDS.items())
+    for name, (kind, text) in FIELDS.items():
+        is_word = typing.get_origin(kind) is typing.Literal
+        yield name.upper(), text + (f" ({', '.join(typing.get_args(kind))})" if is_word else "")
 
 
 def _first_line(function: Callable[..., Any]) -> str:

@@ -111,7 +111,7 @@ _MAX_COUNT = 100_000_000
 _MAX_SIMULATED = 1024
 _AT_LEAST_ONE = (
     *("steps", "global_batch", "microbatch", "seq_len", "keep_checkpoints", "eval_batches", "stop_after"),
-    "max_skipped",
+    *("max_skipped", "hang_timeout_s"),
     *("simulated_nodes", "simulated_devices_per_node", "devices_per_node"),
 )
 _AT_LEAST_ZERO = (

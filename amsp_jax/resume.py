@@ -10,7 +10,7 @@ from typing import Any
 from amsp_jax.checkpoint import Checkpointer, Damaged
 from amsp_jax.errors import UserError
 from amsp_jax.job import Job, Wanted, params_alone, true_shapes, whole_state
-from amsp_jax.launch import say
+from amsp_jax.launch import from_process_0, say
 from amsp_jax.run_folder import CHECKPOINTS, RunFolder, identity
 from amsp_jax.state import TrainState, init_state, true_state
 
@@ -50,15 +50,17 @@ def _open(directory: Path, step: int | None, wanted: Wanted, goes_back: bool = F
     """A checkpoint, the newest where `step` is None; None if there is none. One that does not fit is an error."""
     checkpointer = Checkpointer(directory, keep=None)
     passed_over: tuple[Damaged, ...] = ()
+    # A network file system may show the others an older list.
+    steps = from_process_0(checkpointer.steps)
     if goes_back and step is None:
-        step, damaged = checkpointer.newest_intact()
+        step, damaged = checkpointer.newest_intact(steps)
         passed_over = tuple(damaged)
         if step is None and passed_over:
             raise UserError(
                 f"{directory}: all {len(passed_over)} checkpoints are damaged, the newest as {passed_over[0].what}. "
                 "Restore the folder from a copy, or choose another RUN_DIR."
             )
-    step = checkpointer.latest_step() if step is None else step
+    step = max(steps, default=None) if step is None else step
     if step is None:
         return None
     checkpointer.check(step, *wanted)
@@ -73,7 +75,7 @@ def own_checkpoint(folder: RunFolder, job: Job) -> Saved | None:
     Raises:
       UserError: it is damaged and ON_DAMAGED is not 'previous', or it does not fit the model, optimizer or data.
     """
-    if not folder.is_same_run or not folder.checkpoints.is_dir():
+    if not folder.is_same_run or not from_process_0(folder.checkpoints.is_dir):
         return None
     wanted = whole_state(job.model, job.optimizer, job.plan)
     saved = _open(folder.checkpoints, None, wanted, goes_back=job.config.on_damaged == "previous")

@@ -166,7 +166,7 @@ def _loop(
             max_skipped=config.max_skipped if config.on_nonfinite == "skip" else 0,
         )
         stack.enter_context(contextlib.closing(reporter))
-        running = _Running(job, step, state, first, checkpointer, reporter)
+        running = _Running(job, step, state, first, last, checkpointer, reporter)
         if from_process_0(lambda: _lacks_validation(config, folder, first)):
             running.validate()
         batches = stack.enter_context(Prefetcher(lambda i: job.load_batch(job.datasets.train, i), first, last))
@@ -214,9 +214,16 @@ class _Running:
     """The state between two steps, and what is done with it there."""
 
     def __init__(
-        self, job: Job, step: TrainStep, state: TrainState, number: int, checkpointer: Checkpointer, reporter: Reporter
+        self,
+        job: Job,
+        step: TrainStep,
+        state: TrainState,
+        number: int,
+        last: int,
+        checkpointer: Checkpointer,
+        reporter: Reporter,
     ) -> None:
-        self.state, self.number = state, number
+        self.state, self.number, self._last = state, number, last
         self._job, self._step, self._checkpointer, self._reporter = job, step, checkpointer, reporter
         self._seed = np.uint32(job.config.seed)
         self._validate = _make_validation(job, reporter)
@@ -231,12 +238,13 @@ class _Running:
         own_watch().step(self.number, config.hang_timeout_s)
         self.state, metrics = self._step(self.state, batch, self._seed)
         self._reporter.dispatched(self.number, metrics)
+        self._checkpointer.raise_failed()
         due = [
             do
             for do, is_due in (
                 (self.compare, self._is_due(config.check_replicas_every)),
+                (self.save, self._is_due(config.checkpoint_every) or self.number == self._last),
                 (self.validate, self._is_due(config.eval_every) or self.number == config.steps),
-                (self.save, self._is_due(config.checkpoint_every)),
             )
             if is_due
         ]
@@ -250,8 +258,8 @@ class _Running:
         return _is_due(self.number, every)
 
     def validate(self) -> None:
-        """Reports the validation loss."""
-        self._validate(self.number, self.state.params)
+        """Reports the validation loss. A stop cuts it short, to be made up for, but not that of the last step."""
+        self._validate(self.number, self.state.params, self.number < self._job.config.steps)
 
     def save(self) -> None:
         """Begins a checkpoint; a step that has one is left alone."""
@@ -279,10 +287,10 @@ class _Running:
         return find(self.state.params, job.load_batch(job.datasets.train, step - 1), self._seed, np.int32(step - 1))
 
 
-def _make_validation(job: Job, reporter: Reporter) -> Callable[[int, Params], None]:
-    """`validate(step, params)`: the mean loss over the tokens of the validation set, or of EVAL_BATCHES of it.
+def _make_validation(job: Job, reporter: Reporter) -> Callable[[int, Params, bool], None]:
+    """`validate(step, params, may_stop)`: the mean loss over the validation set's tokens, or of EVAL_BATCHES of it.
 
-    A stop ends it early, without a row.
+    Where it may, a stop ends it early, without a row.
     """
     dataset = job.datasets.validation
     num_batches = -(-dataset.num_rows // dataset.global_batch)
@@ -290,7 +298,7 @@ def _make_validation(job: Job, reporter: Reporter) -> Callable[[int, Params], No
         num_batches = min(num_batches, job.config.eval_batches)
     evaluate = make_eval_step(job.model, job.plan, job.settings)
 
-    def validate(step: int, params: Params) -> None:
+    def validate(step: int, params: Params, may_stop: bool) -> None:
         if not num_batches:
             return
         loss = weight = 0.0
@@ -299,7 +307,7 @@ def _make_validation(job: Job, reporter: Reporter) -> Callable[[int, Params], No
                 own_watch().doing(f"validating, batch {number} of {num_batches}", _VALIDATION_LIMIT_S)
                 sums = evaluate(params, batch)
                 loss, weight = loss + float(sums.loss), weight + float(sums.weight)
-                if own_watch().stops_here():
+                if may_stop and own_watch().stops_here():
                     return
         reporter.validation(ValidationRow(step=step, loss=loss / max(weight, 1.0), num_tokens=round(weight)))
 

@@ -25,7 +25,7 @@ from amsp_jax import checkpoint, launch, trainer
 
 names = {"start-up": (launch, "setup"), "data": (trainer, "prepare"), "compile": (trainer, "compile_step"),
          "step": (trainer._Running, "advance"), "validation": (trainer._Running, "validate"),
-         "save": (checkpoint.Checkpointer, "save"), "end of a save": (checkpoint.Checkpointer, "close")}
+         "save": (checkpoint.Checkpointer, "save")}
 owner, name = names[sys.argv[1]]
 left, call = [int(sys.argv[2])], getattr(owner, name)
 
@@ -74,8 +74,8 @@ def test_a_stop_at_anything_it_does_costs_nothing(tmp_path: Path) -> None:
         assert (code, message in error) == (exit_codes.STOPPED, True), (what, code, error)
         saved = [int(path.name) for path in (tmp_path / "run").glob("checkpoints/*")]
         assert max(saved, default=None) == newest, what
-    # Asked while it writes the last checkpoint, it has only to finish.
-    assert run(tmp_path, environment, "-c", CHILD, "end of a save", "2", "SIGTERM")[0] == 0
+    # Asked in its last validation, it has only to finish.
+    assert run(tmp_path, environment, "-c", CHILD, "validation", "3", "SIGTERM")[0] == 0
 
     for file in ("metrics.jsonl", "validation.jsonl"):
         rows, whole = (read_rows(tmp_path / name / file) for name in ("run", "whole"))

@@ -389,6 +389,14 @@ def test_a_mistake_that_one_process_finds_ends_all_with_its_code():
     assert first[2].startswith("process 1 on n1 ended with exit code 2 while ")
 
 
+def test_process_0_may_hear_the_end_while_it_leaves():
+    """The other's goodbye is read between the first and the second half of its own."""
+    leaving = "index == 0 and (setattr(watch, '_is_leaving', True), time.sleep(1)); index == 1 and time.sleep(0.3)"
+    with Children(f"join(); print('ready', flush=True); time.sleep(1); {leaving}; end_process(85)", 2) as children:
+        first, second = children.ready().results()
+    assert (first[0], second[0]) == (85, 85), (first, second)
+
+
 # Asked to stop
 
 
@@ -486,6 +494,26 @@ def test_the_second_interrupt_does_not_wait():
         child.send_signal(signal.SIGINT)
         ((code, _, err),) = children.results()
     assert (code, err) == (130, "interrupted twice: ended without saving")
+
+
+def test_a_signal_is_ignored_once_it_has_been_obeyed():
+    code = """
+    with watch.catch_signals():
+        watch.can_save()
+        print("ready", flush=True)
+        while not watch.stops_here():
+            time.sleep(0.02)
+    print("left", flush=True)
+    time.sleep(0.5)
+    end_process(85)
+    """
+    with Children(code, 1) as children:
+        (child,) = children.ready().all
+        child.send_signal(signal.SIGUSR1)
+        assert child.stdout.readline() == "left\n"
+        child.send_signal(signal.SIGUSR1)
+        ((exit_code, _, _),) = children.results()
+    assert exit_code == 85
 
 
 def test_handlers_of_before_come_back():

@@ -105,7 +105,11 @@ class Checkpointer:
         if step in self.steps() or step in self._manager.all_steps():
             return
         with self._writing():
-            self._handler.wait_for_own()
+            self._handler.wait_for_own(self._manager.check_for_errors)
+            if jax.process_index() == 0:
+                # orbax makes the step's folder in a thread whose failure is told to nobody.
+                with tempfile.TemporaryDirectory(prefix=".probe", dir=self.directory):
+                    pass
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -155,10 +159,13 @@ class Checkpointer:
             return None
         return f"{self._folder(step)} was written by an older version, without checksums; it is not verified"
 
-    def newest_intact(self, full: bool = True) -> Intact:
-        """The newest checkpoint that verifies, and the newer ones that do not."""
+    def newest_intact(self, steps: Sequence[int] | None = None, full: bool = True) -> Intact:
+        """The newest checkpoint that verifies, and the newer ones that do not.
+
+        Of `steps`, the same in all processes; None: of all.
+        """
         passed_over: list[Damaged] = []
-        for step in reversed(self.steps()):
+        for step in sorted(self.steps() if steps is None else steps, reverse=True):
             what = self._damage(step, full)
             if what is None:
                 return Intact(step, passed_over)
@@ -239,18 +246,24 @@ class Checkpointer:
             shape = leaf.shape if true_shapes is None else true_shapes[path]
             self._require_same_kind(step, path, saved[path], Kind(str(leaf.dtype), tuple(shape)))
 
+    def raise_failed(self) -> None:
+        """Raises `UserError` if a save in the background has failed in this process; does not wait for any."""
+        if self._manager is not None:
+            with self._writing():
+                self._manager.check_for_errors()
+
     def wait(self) -> None:
         """Returns when every save is complete on disk; raises `UserError` if one failed."""
         if self._manager is not None:
             with self._writing():
-                self._handler.wait_for_own()
+                self._handler.wait_for_own(self._manager.check_for_errors)
                 self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Waits for the saves and ends the background threads."""
         if self._manager is not None:
             with self._writing():
-                self._handler.wait_for_own()
+                self._handler.wait_for_own(self._manager.check_for_errors)
                 self._manager.close()
 
     def _make_manager(self, keep: int, keep_every: int | None) -> ocp.CheckpointManager:
@@ -315,7 +328,11 @@ class Checkpointer:
 
     def _not_usable(self, step: int, why: str) -> UserError:
         older = [s for s in self.steps() if s < step]
-        advice = f"Set ON_DAMAGED='previous' to go on from step {max(older)}." if older else "There is no older one."
+        advice = (
+            f"Training goes on from step {max(older)} with ON_DAMAGED='previous'."
+            if older
+            else "There is no older one."
+        )
         return UserError(f"checkpoint {self._folder(step)} {why}. {advice}")
 
     def _require_same_leaves(self, step: int, saved: set[str], wanted: set[str]) -> None:

@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ RESTORE_BYTES = 2 << 30
 # Slower than any disk that is worth waiting for; a process that is gone is noticed by others long before.
 PATIENCE_S = 2 * 60 * 60
 _TEXT_BYTES = 1024
+_POLL_S = 0.1
 # orbax adds the time to this file at the very end; nothing is read from it.
 _REWRITTEN = frozenset({"_CHECKPOINT_METADATA"})
 _barriers = itertools.count()
@@ -51,22 +53,32 @@ class Handler(ocp.PyTreeCheckpointHandler):
         """Orbax's own, whose last part, in this process, is its part of the manifest."""
         folder = Path(directory)
         self._step_folder = folder.parent
-        self._own = Future()
-        written = await super().async_save(directory, *args, **kwargs) or []
+        own: Future[None] = Future()
+        self._own = own
+        try:
+            written = await super().async_save(directory, *args, **kwargs) or []
+        except BaseException as error:
+            own.set_exception(error)
+            raise
         return [_Reported(future.ChainedFuture(written, functools.partial(_measure_own, folder)), self._own)]
 
     def seal(self) -> None:
         """Completes the manifest; called in one process, when all have written and before the last rename."""
         manifest.seal(self._step_folder, jax.process_count(), _REWRITTEN)
 
-    def wait_for_own(self) -> None:
+    def wait_for_own(self, raise_errors: Callable[[], None]) -> None:
         """Returns when this process has written its part of the last save; raises what made it fail.
 
         Where one of several processes fails, orbax waits in all of them for the others, hours in the end: the one that
-        knows what happened must not.
+        knows what happened must not. What fails before there is a part of its own, `raise_errors` knows.
         """
-        if jax.process_count() > 1:
-            self._own.result(PATIENCE_S)
+        if jax.process_count() == 1:
+            return
+        deadline = time.monotonic() + PATIENCE_S
+        while not self._own.done() and time.monotonic() < deadline:
+            raise_errors()
+            wait([self._own], timeout=_POLL_S)
+        self._own.result(0)
 
 
 class _Reported:

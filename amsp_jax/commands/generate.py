@@ -26,6 +26,7 @@ def add_parser(commands: Any) -> None:
     """Adds the command to a parser's subparsers."""
     sample = commands.add_parser("generate", help="continue a text with the model of a run folder")
     sample.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run folder with a checkpoint")
+    sample.add_argument("--step", type=int, metavar="N", help="of one of its checkpoints (default: the newest)")
     sample.add_argument("--prompt", required=True, help="text to continue")
     sample.add_argument("--max-tokens", type=int, default=128, help="longest continuation (default: %(default)s)")
     sample.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (default: %(default)s)")
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     if not prompt:
         raise UserError("--prompt is empty; give at least one character to continue")
     checkpointer = Checkpointer(args.run_dir / CHECKPOINTS, keep=None)
-    step = checkpointer.latest_step()
+    step = checkpointer.latest_step() if args.step is None else args.step
     if step is None:
         raise UserError(f"{args.run_dir} has no complete checkpoint yet; wait for its first one")
 

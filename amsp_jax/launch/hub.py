@@ -50,6 +50,7 @@ class Hub:
         self._members = [Member(index, host, clock.now) for index, host in enumerate(hosts)]
         self._members[0].has_joined = True
         self._limits, self._clock, self._deliver = limits, clock, deliver
+        self._open_lines: set[Line] = set()
         self._lines: dict[Line, Member] = {}
         self._selector: selectors.BaseSelector | None = None
         self._stop: _Stop | None = None
@@ -81,7 +82,7 @@ class Hub:
         while self._selector and time.monotonic() < deadline:
             if not self._lines and all(member.has_joined for member in self._members):
                 return
-            for line in self._lines:
+            for line in list(self._lines):
                 line.flush()
             self._serve(self._selector, _POLL_S)
 
@@ -94,8 +95,11 @@ class Hub:
         with contextlib.suppress(OSError):
             line = Line(listener.accept()[0])
             selector.register(line, selectors.EVENT_READ, functools.partial(self._read, selector, line, key))
+            self._open_lines.add(line)
 
     def _read(self, selector: selectors.BaseSelector, line: Line, key: str) -> None:
+        if line not in self._open_lines:
+            return
         try:
             for message in line.receive():
                 if line in self._lines:
@@ -105,7 +109,9 @@ class Hub:
         except ValueError:
             # A port scanner or a health check.
             line.is_closed = True
-        if line.is_closed:
+        # What is heard may end in `drain`, which reads on, and may have closed this line.
+        if line.is_closed and line in self._open_lines:
+            self._open_lines.remove(line)
             selector.unregister(line)
             line.close()
             self._closed(self._lines.pop(line, None))

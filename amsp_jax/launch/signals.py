@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 _CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @contextlib.contextmanager
-def signals_to(end: socket.socket) -> Iterator[None]:
+def signals_to(end: socket.socket, is_stopping: Callable[[], bool]) -> Iterator[None]:
     """Writes the number of each signal that asks to stop to `end`, as one byte, the moment it arrives.
 
-    Main thread only. Handlers and the wake-up descriptor of before come back at the end.
+    Main thread only. Handlers and the wake-up descriptor of before come back at the end; where the program is stopping,
+    the signals are ignored from then on, as whoever sends them may repeat them.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -33,4 +34,4 @@ def signals_to(end: socket.socket) -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(before)
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if is_stopping() else handler)

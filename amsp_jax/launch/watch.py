@@ -113,7 +113,7 @@ class Watch:
     def catch_signals(self) -> Iterator[None]:
         """SIGTERM, SIGINT and SIGUSR1 stop the run in order; for the main thread of a program, not of a library."""
         self._start()
-        with signals_to(self._wake_end):
+        with signals_to(self._wake_end, lambda: self.stop_signal is not None):
             yield
 
     def leave(self, code: int, words: str = "") -> None:

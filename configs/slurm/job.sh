@@ -4,8 +4,9 @@
 # Exit codes of train.py: 0 done, 2 a mistake of the user's, 85 asked to stop and saved, 86 another process was lost,
 # 87 numbers went bad. What is none of these is a failure of one process: an exception, a signal.
 
-# How often in a row a job that failed is requeued without a new checkpoint in between.
-MAX_REQUEUES=3
+# How often in a row a job is requeued without a new checkpoint in between: one that failed, and one that was stopped.
+MAX_FAILURES=3
+MAX_STOPS=10
 # More words for srun.
 SRUN_OPTIONS=()
 
@@ -64,7 +65,7 @@ decide() { # CODE RUN_DIR ENDS: ends the job or requeues it
     exit 0
   elif [ "$(job_state)" != RUNNING ]; then
     # Cancelled, out of time, or requeued by another hand; to requeue it now would undo a scancel.
-    say "SLURM ends this job ($list): its end is not ours to decide"
+    say "cancelled, out of time, or requeued by SLURM ($list): not requeued here"
     exit "$code"
   elif grep -qx 'code 2' <<<"$ends"; then
     say "a mistake in the settings or the set-up, said above ($list): not requeued"
@@ -73,20 +74,29 @@ decide() { # CODE RUN_DIR ENDS: ends the job or requeues it
     say "the numbers went bad, as said above ($list): not requeued"
     exit 87
   elif [ -n "$ends" ] && ! grep -qvxE 'code 85|Terminated' <<<"$ends"; then
-    say "stopped as asked ($list): requeued"
-    requeue
-  elif may_fail_again "$run_dir"; then
-    say "failed ($list), $failures in a row without a new checkpoint: requeued"
-    requeue
+    requeue_if_useful "stopped as asked ($list)" "$MAX_STOPS"
   else
-    say "failed ($list), $failures in a row without a new checkpoint: not requeued"
-    exit "$code"
+    requeue_if_useful "failed ($list)" "$MAX_FAILURES"
   fi
 }
 
 job_state() { scontrol show job "$SLURM_JOB_ID" | sed -nE 's/^ *JobState=([A-Z_]+).*/\1/p'; }
 
-may_fail_again() { # RUN_DIR: counts this failure in the file RUN_DIR.failures; false where there were too many
+requeue_if_useful() { # WHAT MAX: requeues unless it ended MAX times in a row without a new checkpoint
+  local step
+  step=$(newest_checkpoint "$run_dir")
+  local saved="the newest checkpoint is step $step"
+  [ "$step" != -1 ] || saved="there is no checkpoint"
+  if may_end_again "$run_dir" "$2"; then
+    say "$1: requeued; $saved, end $failures of at most $2 there"
+    requeue
+  else
+    say "$1: not requeued; $saved, and $failures ends in a row brought no new one"
+    exit "$code"
+  fi
+}
+
+may_end_again() { # RUN_DIR MAX: counts this end in the file RUN_DIR.failures; false where there were too many
   local job= step= newest file=$1.failures
   newest=$(newest_checkpoint "$1")
   failures=0
@@ -96,7 +106,7 @@ may_fail_again() { # RUN_DIR: counts this failure in the file RUN_DIR.failures; 
   failures=$((failures + 1))
   # What cannot be counted is not repeated.
   mkdir -p "$(dirname "$file")" && echo "$SLURM_JOB_ID $newest $failures" >"$file.part" && mv "$file.part" "$file" &&
-    [ "$failures" -le "$MAX_REQUEUES" ]
+    [ "$failures" -le "$2" ]
 }
 
 newest_checkpoint() { # RUN_DIR: its step, -1 if there is none; an unfinished checkpoint has no number for a name

@@ -67,10 +67,15 @@ def starts(project: Path) -> int:
             [{"ends": [1, 86]}, {"ends": [-9, 86]}, DONE],
             "COMPLETED",
             3,
-            "2 in a row without a new checkpoint: requeued",
+            "requeued; there is no checkpoint, end 2 of at most 3 there",
         ),
-        ([{"ends": [86, 1]}] * 4, "FAILED", 4, "4 in a row without a new checkpoint: not requeued"),
-        ([{"ends": [1, 86], "checkpoint": i} for i in range(5)] + [DONE], "COMPLETED", 6, "1 in a row"),
+        (
+            [{"ends": [86, 1]}] * 4,
+            "FAILED",
+            4,
+            "not requeued; there is no checkpoint, and 4 ends in a row brought no new one",
+        ),
+        ([{"ends": [1, 86], "checkpoint": i} for i in range(5)] + [DONE], "COMPLETED", 6, "end 1 of at most 3 there"),
     ],
     ids=["mistake", "bad numbers", "failures", "failures again and again", "failures with progress"],
 )
@@ -120,5 +125,5 @@ def test_frontier_has_what_train_has(slurm: Slurm, project: Path, monkeypatch: p
     job = submit(slurm, project, acts, "configs/runs/gpt_22b.gin", script="frontier.sbatch", options=smaller)
     assert slurm.wait(job) == "COMPLETED", (project / "log").read_text()
     log = (project / "log").read_text()
-    assert "MODULE load rocm/" in log and "1 in a row without a new checkpoint: requeued" in log
+    assert "MODULE load rocm/" in log and "requeued; there is no checkpoint, end 1 of at most 3 there" in log
     assert f"ARGUMENTS --gin_file=configs/runs/gpt_22b.gin --gin.RUN_DIR=runs/gpt_22b-{job} " in log
