@@ -93,7 +93,7 @@ def test_a_file_that_is_not_there():
 
 def test_prediction_and_measurement_are_compared_after_the_warm_up(tmp_path):
     rows = [{"step": i, "step_time_s": t, "peak_memory_bytes": 2**30} for i, t in enumerate([9.0, 9.0, 0.2, 0.2], 1)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"loss": 1.0, **row}) + "\n" for row in rows))
     prediction = {"step_s": 0.25, "memory_bytes": {"peak": 2**29}}
     choice = auto.Choice(strategy="zero1", lines=(), prediction=prediction)
     line = choice.comparison(tmp_path, 0)
