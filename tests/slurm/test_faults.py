@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 NUM_STEPS, CHECKPOINT_EVERY = 30, 5
 PROCESS_FAULTS = ("kill -9 of a process", "exception in a process", "SIGSTOP of a process", "a process hangs")
 # What the watch and the job script say of a fault.
-SAID = r"^process \d+ on .*|^stopped .*|(?<=: )(?:failed|stopped) .* requeued$"
+SAID = r"^process \d+ on .*|^stopped .*|(?<=: )(?:failed|stopped) .*: requeued; .*$"
 COMPARED = ("step", "loss", "grad_norm", "learning_rate", "num_tokens")
 
 
