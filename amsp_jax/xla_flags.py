@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from amsp_jax.errors import UserError
 from amsp_jax.model import Model
 from amsp_jax.strategy import Degrees
+from amsp_jax.user_cache import user_cache
 
 _GPUS = ("cuda", "rocm")
 
@@ -158,7 +159,7 @@ def checked(ours: list[str], users: list[str], cache: pathlib.Path | None = None
     Raises:
       UserError: one of the user's own flags is refused.
     """
-    refused = _refused(merge(ours, users), cache or _default_cache())
+    refused = _refused(merge(ours, users), cache or user_cache() / "xla_flags.json")
     version = importlib.metadata.version("jaxlib")
     bad = [flag for flag in users if flag_name(flag) in refused]
     if bad:
@@ -197,11 +198,6 @@ def _run_child(xla_flags: str) -> tuple[int, str]:
     command = [sys.executable, "-c", "import jax; jax.devices()"]
     child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     return child.returncode, child.stderr
-
-
-def _default_cache() -> pathlib.Path:
-    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(home) / "amsp_jax" / "xla_flags.json"
 
 
 def _read_cache(path: pathlib.Path) -> dict[str, list[str]]:

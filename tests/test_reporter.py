@@ -72,9 +72,14 @@ def test_rows_are_one_step_behind(tmp_path: Path, clock: Clock) -> None:
     assert first["mfu_paper"] == pytest.approx(16 * (6 * 1000 + 12 * 2 * 4 * 8) / 1e6)
 
 
+def make_reporter(run_dir: Path, first: int) -> Reporter:
+    """Its learning rates are the numbers of the updates; one update may be skipped."""
+    rates, batch = np.arange(10, dtype=np.float32), batch_shape(8, 1, 2, 8)
+    return Reporter(run_dir, first, batch=batch, learning_rates=rates, numbers=None, peak_flops=None, max_skipped=1)
+
+
 def test_a_skipped_update_holds_the_learning_rate_and_is_counted(tmp_path: Path, clock: Clock) -> None:
     """Also after a resume: what was skipped before it is in the number of updates, not in the reporter."""
-    rates = np.arange(10, dtype=np.float32)
     report = Reporter(
         *(tmp_path, 6),
         batch=batch_shape(8, 1, 2, 8),
@@ -94,7 +99,6 @@ def test_a_skipped_update_holds_the_learning_rate_and_is_counted(tmp_path: Path,
 
 
 def test_one_skipped_update_too_many_raises(tmp_path: Path, clock: Clock) -> None:
-    rates = np.arange(10, dtype=np.float32)
     report = Reporter(
         *(tmp_path, 0),
         batch=batch_shape(8, 1, 2, 8),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import os
 import platform
 import re
 from collections.abc import Callable, Iterable
@@ -24,6 +23,7 @@ from amsp_jax.cluster import Cluster, Link, Network, Rates, differences, from_js
 from amsp_jax.cluster.presets import OVERLAP_SLOWDOWN
 from amsp_jax.errors import UserError
 from amsp_jax.strategy import Degree
+from amsp_jax.user_cache import user_cache
 
 DEFAULT_BUDGET_S = 100.0
 
@@ -140,10 +140,9 @@ def _write(cluster: Cluster, path: Path) -> str:
 
 
 def _cache_path(running: Cluster) -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     grid = f"{running.num_nodes}x{running.devices_per_node}"
     name = re.sub(r"[^\w.-]+", "-", f"{running.device_kind}_{grid}_jax-{running.versions['jax']}")
-    return Path(home) / "amsp_jax" / "clusters" / f"{name}.json"
+    return user_cache() / "clusters" / f"{name}.json"
 
 
 def _versions() -> dict[str, str]:

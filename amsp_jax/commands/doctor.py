@@ -25,6 +25,7 @@ from amsp_jax.launch import Layout
 from amsp_jax.launch.accelerator import count_gpus, find_platform
 from amsp_jax.launch.processes import Processes, find_processes
 from amsp_jax.run_folder import DEFAULT_PARENT
+from amsp_jax.user_cache import user_cache
 
 # Reading files and metadata, on a network file system that answers.
 _LOOK_S, _FILES_S = 30.0, 60.0
@@ -134,14 +135,10 @@ def _look_around(args: argparse.Namespace, processes: Processes) -> list[Finding
         ("packages", doctor.check_packages, _LOOK_S),
         ("machine", lambda: doctor.check_machine(processes), _LOOK_S),
         ("run folder", lambda: doctor.check_run_folder(args.run_dir), _FILES_S),
-        ("cache", lambda: doctor.check_folder("cache", _cache()), _FILES_S),
+        ("cache", lambda: doctor.check_folder("cache", user_cache()), _FILES_S),
     ]
     examined = [examine(name, check, limit_s=limit_s, if_stuck=busy) for name, check, limit_s in look]
     return [finding for each in examined for finding in each.findings]
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "amsp_jax"
 
 
 def _start(args: argparse.Namespace, processes: Processes, mine: list[Finding], table: _Table) -> Layout | None:

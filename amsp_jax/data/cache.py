@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from amsp_jax.errors import UserError
+from amsp_jax.user_cache import user_cache
 
 
 def open_cache(directory: Path | None) -> tuple[Path, str]:
@@ -22,7 +22,7 @@ def open_cache(directory: Path | None) -> tuple[Path, str]:
     Raises:
       UserError: a `directory` was given and cannot be written.
     """
-    usual = directory or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "amsp_jax"
+    usual = directory or user_cache()
     try:
         usual.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=usual):
