@@ -80,14 +80,7 @@ def make_reporter(run_dir: Path, first: int) -> Reporter:
 
 def test_a_skipped_update_holds_the_learning_rate_and_is_counted(tmp_path: Path, clock: Clock) -> None:
     """Also after a resume: what was skipped before it is in the number of updates, not in the reporter."""
-    report = Reporter(
-        *(tmp_path, 6),
-        batch=batch_shape(8, 1, 2, 8),
-        learning_rates=rates,
-        numbers=None,
-        peak_flops=None,
-        max_skipped=1,
-    )
+    report = make_reporter(tmp_path, 6)
     report.dispatched(7, metrics(1.5, num_updates=5))
     report.dispatched(8, metrics(float("nan"), num_updates=6, is_finite=False))
     report.dispatched(9, metrics(1.0, num_updates=6))
@@ -99,14 +92,7 @@ def test_a_skipped_update_holds_the_learning_rate_and_is_counted(tmp_path: Path,
 
 
 def test_one_skipped_update_too_many_raises(tmp_path: Path, clock: Clock) -> None:
-    report = Reporter(
-        *(tmp_path, 0),
-        batch=batch_shape(8, 1, 2, 8),
-        learning_rates=rates,
-        numbers=None,
-        peak_flops=None,
-        max_skipped=1,
-    )
+    report = make_reporter(tmp_path, 0)
     report.dispatched(1, metrics(float("nan"), num_updates=0, is_finite=False))
     report.dispatched(2, metrics(float("inf"), num_updates=0, is_finite=False))
     with pytest.raises(NonFiniteError, match="step 2: loss inf and gradient norm 2") as raised:
