@@ -242,9 +242,9 @@ class _Running:
         due = [
             do
             for do, is_due in (
-                (self.compare, self._is_due(config.check_replicas_every)),
-                (self.save, self._is_due(config.checkpoint_every) or self.number == self._last),
-                (self.validate, self._is_due(config.eval_every) or self.number == config.steps),
+                (self.compare, _is_due(self.number, config.check_replicas_every)),
+                (self.save, _is_due(self.number, config.checkpoint_every) or self.number == self._last),
+                (self.validate, _is_due(self.number, config.eval_every) or self.number == config.steps),
             )
             if is_due
         ]
@@ -253,9 +253,6 @@ class _Running:
             for do in due:
                 do()
             self._reporter.start_clock()
-
-    def _is_due(self, every: int) -> bool:
-        return _is_due(self.number, every)
 
     def validate(self) -> None:
         """Reports the validation loss. A stop cuts it short, to be made up for, but not that of the last step."""
