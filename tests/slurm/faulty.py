@@ -1,9 +1,13 @@
 """train.py in which a fault happens: `python faulty.py FOLDER path/to/train.py [ARGUMENT]...`
 
-FOLDER/faults.json lists the faults, each of which happens once, though the run starts again: {"step": 7, "process": 1,
-"what": "kill"}. What: "raise" an exception, "kill" or "stop" the process by a signal, "hang" its main thread; "pause"
+FOLDER/faults.json lists the faults, each of which happens once, though the run starts again: {"step": 7, "saved": 5,
+"process": 1, "what": "kill"}. What: "raise" an exception, "kill" or "stop" the process by a signal, "hang" its main
+thread; "pause"
 makes all processes wait until FOLDER/go.STEP exists, for a fault that comes from outside. In FOLDER/steps.jsonl process
 0 says which step it dispatched, when and in which start of the job; FOLDER/done.STEP exists from a fault on.
+
+Checkpoints are written in the background, and a disk may be slow: each fault waits until that of its step "saved" is
+complete, so that what is lost is known.
 """
 
 from __future__ import annotations
@@ -21,8 +25,16 @@ FOLDER = Path(sys.argv[1])
 START, PROCESS = int(os.environ.get("SLURM_RESTART_COUNT", 0)), int(os.environ["SLURM_PROCID"])
 
 
+def _await_checkpoint(step: int) -> None:
+    """Until the checkpoint of `step` is complete."""
+    while not (FOLDER / "run/checkpoints" / str(step)).is_dir():
+        time.sleep(0.05)
+
+
 def _happen(fault: dict[str, Any]) -> None:
     step, what = fault["step"], fault["what"]
+    if not (FOLDER / f"done.{step}").exists():
+        _await_checkpoint(fault["saved"])
     if what == "pause":
         while not (FOLDER / f"go.{step}").exists():
             time.sleep(0.05)

@@ -55,6 +55,7 @@ class Job:
     number: int = 0
 
     def submit(self, faults: list[dict[str, Any]], corpus: Path, *options: str) -> None:
+        faults = [{**fault, "saved": fault["step"] - fault["step"] % CHECKPOINT_EVERY} for fault in faults]
         (self.folder / "faults.json").write_text(json.dumps(faults))
         shim = self.folder / "bin/python"
         shim.parent.mkdir()
