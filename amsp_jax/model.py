@@ -29,6 +29,33 @@ LossOutput = tuple[tuple[jax.Array, jax.Array], Any]
 
 
 @dataclasses.dataclass(frozen=True)
+class Split:
+    """Along which dimension a parameter is cut between tensor ranks, and into how many units it may be cut.
+
+    Attributes:
+      dim: the dimension.
+      units: numbers of equal units that its length may be seen as, heads or columns. The first that is at least the
+        number of ranks is taken, and padded to a multiple of it.
+      replicate: keep the parameter whole on each rank if there are more ranks than units; otherwise that is an error.
+      name: of the units, for messages.
+    """
+
+    dim: int
+    units: tuple[int, ...]
+    replicate: bool = False
+    name: str = "units"
+
+    def num_units(self, num_ranks: int) -> int | None:
+        """The units that are dealt to the ranks, before padding; None if there are too few of them."""
+        return next((n for n in self.units if n >= num_ranks), None)
+
+    def padded(self, length: int, num_ranks: int) -> int | None:
+        """The length of `dim` with padding; None where the parameter is kept whole."""
+        num_units = self.num_units(num_ranks)
+        return None if num_units is None else -(-num_units // num_ranks) * num_ranks * (length // num_units)
+
+
+@dataclasses.dataclass(frozen=True)
 class Part:
     """One part of a model.
 
@@ -37,10 +64,13 @@ class Part:
       apply: the mathematics on one device, with whole parameters in the compute dtype:
         embed `apply(params, batch, rng) -> x`, block `apply(params, x, batch, rng) -> x`,
         head `apply(params, embed_params, x, batch, rng) -> ((loss_sum, weight_sum), aux)`.
+      splits: a `Split` or None in place of each parameter; None altogether if the part knows no tensor parallelism.
+        With it, `apply` gets each rank's piece of the split parameters and communicates by `amsp_jax.tensor`.
     """
 
     init: Callable[[jax.Array], Params]
     apply: Callable[..., Any]
+    splits: Params | None = None
 
     @classmethod
     def from_nnx(cls, make: Callable[[nnx.Rngs], nnx.Module], call: Callable[..., Any] | None = None) -> Part:

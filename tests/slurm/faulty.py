@@ -2,9 +2,9 @@
 
 FOLDER/faults.json lists the faults, each of which happens once, though the run starts again: {"step": 7, "saved": 5,
 "process": 1, "what": "kill"}. What: "raise" an exception, "kill" or "stop" the process by a signal, "hang" its main
-thread; "pause"
-makes all processes wait until FOLDER/go.STEP exists, for a fault that comes from outside. In FOLDER/steps.jsonl process
-0 says which step it dispatched, when and in which start of the job; FOLDER/done.STEP exists from a fault on.
+thread; "pause" makes all processes wait until FOLDER/go.STEP exists, for a fault that comes from outside. In
+FOLDER/steps.jsonl process 0 says which step it dispatched, when and in which start of the job; FOLDER/done.STEP exists
+from a fault on.
 
 Checkpoints are written in the background, and a disk may be slow: each fault waits until that of its step "saved" is
 complete, so that what is lost is known.
