@@ -70,7 +70,7 @@ class Part:
 
     init: Callable[[jax.Array], Params]
     apply: Callable[..., Any]
-    splits: Params | None = None
+    splits: Params | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
     def from_nnx(cls, make: Callable[[nnx.Rngs], nnx.Module], call: Callable[..., Any] | None = None) -> Part:
@@ -192,6 +192,13 @@ class Model:
     def parts(self) -> tuple[Part, ...]:
         """Embedding, blocks, head."""
         return (self.embed, *self.blocks, self.head)
+
+    def splits(self) -> Params | None:
+        """The tree of parameters with a `Split` or None in place of each; None if a part knows no tensor parallelism."""
+        trees = [part.splits for part in self.parts]
+        if any(tree is None for tree in trees):
+            return None
+        return self.join(trees[0], trees[1:-1], trees[-1])
 
     def abstract_params(self) -> Params:
         """The parameter tree as `jax.ShapeDtypeStruct`s, float32, on no device.
