@@ -313,8 +313,16 @@ def test_activations_of_the_first_stage(stages, chunks, layers):
     assert megatron.first_stage_activation_bytes(10, 96, stages, chunks) == pytest.approx(10 * layers)
 
 
-# A training log of 175B on 128 GCDs: tensor 4, 16 stages, the vocabulary padded.
-LOG = gpt(96, 12288, 96, vocab_size=50688)
+@pytest.mark.parametrize(
+    ("vocab_size", "tensor", "stored"),
+    [(50257, 1, 50304), (50257, 4, 50688), (50257, 8, 51200), (51200, 8, 51200), (51201, 8, 52224), (1, 2, 256)],
+)
+def test_padded_vocabulary(vocab_size, tensor, stored):
+    assert megatron.padded_vocab_size(vocab_size, tensor) == stored
+
+
+# A training log of 175B on 128 GCDs: tensor 4, 16 stages, the vocabulary of GPT-2 padded.
+LOG = gpt(96, 12288, 96, vocab_size=megatron.padded_vocab_size(50257, tensor=4))
 
 
 @pytest.mark.parametrize(
@@ -409,6 +417,7 @@ def test_frontier_training():
     assert frontier.training_flops(1e12, 20e12) == 1.2e26
 
 
-@pytest.mark.parametrize(("percent", "tflops"), [(38.38, 73.5), (36.14, 69.2), (31.96, 61.2)])
-def test_frontier_utilization(percent, tflops):
-    assert 100 * megatron.utilization(tflops * 1e12, 1, 1, frontier.GCD_PEAK_FLOPS) == pytest.approx(percent, abs=0.03)
+@pytest.mark.parametrize(("name", "tflops"), [("22b", 73.5), ("175b", 69.2), ("1t", 61.2)])
+def test_frontier_utilization(name, tflops):
+    share = megatron.utilization(tflops * 1e12, 1, 1, frontier.GCD_PEAK_FLOPS)
+    assert share == pytest.approx(frontier.RESULTS[name].utilization, abs=3e-4)

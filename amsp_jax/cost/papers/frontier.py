@@ -22,6 +22,30 @@ MODELS = {"22b": _gpt(48, 6144, 48), "175b": _gpt(96, 12288, 96), "1t": _gpt(128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """What the paper's abstract says of a model's training.
+
+    Attributes:
+      utilization: share of `GCD_PEAK_FLOPS`, 0 to 1; it is not said whether recomputation counts, and probably it does.
+      num_devices: GCDs of the largest run of its scaling studies; None where it is in none.
+      weak_scaling, strong_scaling: efficiency there, 0 to 1.
+    """
+
+    utilization: float
+    num_devices: int | None = None
+    weak_scaling: float | None = None
+    strong_scaling: float | None = None
+
+
+RESULTS = {
+    "22b": Result(utilization=0.3838),
+    "175b": Result(utilization=0.3614, num_devices=1024, weak_scaling=1.0, strong_scaling=0.89),
+    "1t": Result(utilization=0.3196, num_devices=3072, weak_scaling=1.0, strong_scaling=0.87),
+}
+"""By size, as in `MODELS`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StateBytes:
     """Model states before any sharding, 14 bytes a parameter."""
 

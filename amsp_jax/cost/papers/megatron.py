@@ -9,6 +9,7 @@ two layer norms. This engine reads the same off whatever model it is given and o
 from __future__ import annotations
 
 import dataclasses
+import math
 from enum import StrEnum
 
 from amsp_jax.errors import UserError
@@ -84,6 +85,15 @@ def first_stage_activation_bytes(
     """
     factor = 1 + (num_stages - 1) / (num_stages * num_chunks) if num_chunks > 1 else 1
     return num_layers * layer_bytes * factor
+
+
+def padded_vocab_size(vocab_size: int, tensor: int = 1) -> int:
+    """v as Megatron stores it: the next multiple of 128 t, so that each rank's part of the logits is of a good width.
+
+    >>> padded_vocab_size(50257, tensor=4)
+    50688
+    """
+    return math.ceil(vocab_size / (128 * tensor)) * 128 * tensor
 
 
 def num_params(gpt: Gpt) -> int:
