@@ -34,7 +34,7 @@ def param_shard(leaf: LeafPlan, master: jax.Array, dtype: jnp.dtype) -> jax.Arra
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def gather(leaf: LeafPlan, dtype: jnp.dtype, reduce_dtype: jnp.dtype, shard: jax.Array, sink: jax.Array) -> jax.Array:
-    """The whole leaf, of true shape and compute dtype, from its P shard: all-gather over the param axes.
+    """The leaf as the model sees it (`rank_shape`), in the compute dtype, from its P shard: all-gather over the param axes.
 
     Backward, the gradient is reduce-scattered over the param and grad axes and given to `sink`.
 
@@ -47,7 +47,7 @@ def gather(leaf: LeafPlan, dtype: jnp.dtype, reduce_dtype: jnp.dtype, shard: jax
     """
     del reduce_dtype, sink
     whole = _all_gather(shard.astype(dtype), leaf.param_axes, leaf.dim)
-    return checkpoint_name(crop(whole, leaf.shape), GATHERED)
+    return checkpoint_name(crop(whole, leaf.rank_shape), GATHERED)
 
 
 def _gather_fwd(leaf: LeafPlan, dtype: Any, reduce_dtype: Any, shard: jax.Array, sink: jax.Array) -> Any:
@@ -56,7 +56,7 @@ def _gather_fwd(leaf: LeafPlan, dtype: Any, reduce_dtype: Any, shard: jax.Array,
 
 def _gather_bwd(leaf: LeafPlan, dtype: Any, reduce_dtype: Any, residual: None, grad: jax.Array) -> Any:
     del dtype, residual
-    grad = pad(grad, leaf.storage_shape)
+    grad = pad(grad, leaf.rank_storage_shape)
     for axes in reduction_steps(leaf):
         grad = _reduce_scatter(grad, axes, leaf.dim, reduce_dtype)
     return None, grad.astype(jnp.float32)

@@ -2,7 +2,8 @@
 
 On each level the sizes are s_p, s_g/s_p, s_os/s_g, s_dp/s_os for the roles param, grad, opt, replica.
 Outer to inner the mesh is (between nodes: replica, opt, grad, param), then (inside a node: the same), so
-parameter shards lie on adjacent devices (AMSP, IV-B). Axes of size 1 are left out.
+parameter shards lie on adjacent devices (AMSP, IV-B). Around them lie pipeline stages, and inside them context and
+tensor. Axes of size 1 are left out.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from amsp_jax.errors import UserError
+from amsp_jax.parallel import STAGE, ModelParallel
 from amsp_jax.strategy import Degrees
 
 LEVELS = ("inter", "intra")
@@ -58,25 +60,37 @@ def data_axes(degrees: Degrees) -> DataAxes:
     return DataAxes(**{r: tuple(f"{lv}_{r}" for lv in LEVELS if sizes[f"{lv}_{r}"] > 1) for r in ROLES})
 
 
-def make_mesh(degrees: Degrees, devices: Sequence[jax.Device] | None = None) -> Mesh | AbstractMesh:
+def mesh_axes(degrees: Degrees, parallel: ModelParallel) -> dict[str, int]:
+    """Every axis of the mesh with its size, outer to inner: stage, the data axes, context, tensor."""
+    around = parallel.axis_sizes()
+    sizes = {STAGE: around.pop(STAGE), **axis_sizes(degrees), **around}
+    return {axis: size for axis, size in sizes.items() if size > 1}
+
+
+def make_mesh(
+    degrees: Degrees, devices: Sequence[jax.Device] | None = None, parallel: ModelParallel | None = None
+) -> Mesh | AbstractMesh:
     """The mesh of a resolved strategy.
 
     Args:
-      degrees: resolved on the data ranks.
+      degrees: resolved on the data ranks of a stage.
       devices: node by node, each node's devices in their local order; None for a mesh of no devices,
         to plan for machines that are not there.
+      parallel: stages, context and tensor; none by default.
 
     Raises:
-      UserError: the number of devices is not that of the data ranks.
+      UserError: the number of devices is not that of all ranks.
     """
-    sizes = {axis: size for axis, size in axis_sizes(degrees).items() if size > 1} or {"intra_replica": 1}
+    parallel = parallel or ModelParallel()
+    sizes = mesh_axes(degrees, parallel) or {"intra_replica": 1}
     names, shape = tuple(sizes), tuple(sizes.values())
     types = (AxisType.Auto,) * len(names)
     if devices is None:
         return AbstractMesh(shape, names, axis_types=types)
     if len(devices) != math.prod(shape):
+        each = "" if parallel.total == 1 else f" of {parallel.total} devices each ({parallel})"
         raise UserError(
-            f"{degrees.ranks} are {degrees.ranks.total} data ranks, but {len(devices)} devices are given; "
+            f"{degrees.ranks} are {degrees.ranks.total} data ranks{each}, but {len(devices)} devices are given; "
             "they must be as many"
         )
     return Mesh(np.array(devices).reshape(shape), names, axis_types=types)

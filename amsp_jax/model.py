@@ -76,6 +76,9 @@ class Part:
     def from_nnx(cls, make: Callable[[nnx.Rngs], nnx.Module], call: Callable[..., Any] | None = None) -> Part:
         """Wraps a Flax NNX module whose variables are all `nnx.Param`.
 
+        A module that knows tensor parallelism says so on each parameter: `nnx.Param(value, split=Split(...))`, or
+        `split=None` for one that every rank has whole. One without it, and the part has no `splits`.
+
         Args:
           make: `make(rngs) -> module`.
           call: `call(module, *args)`; the module's `__call__` if None.
@@ -99,7 +102,15 @@ class Part:
             module = nnx.merge(graph, _as_state(params, tree))
             return call(module, *args) if call else module(*args)
 
-        return cls(init, apply)
+        return cls(init, apply, _splits(params))
+
+
+def _splits(params: nnx.State) -> Params | None:
+    """What the metadata of the parameters say, a pure dict; None if one says nothing."""
+    variables = jax.tree.leaves(params, is_leaf=lambda v: isinstance(v, nnx.Variable))
+    if not variables or not all(variable.has_metadata("split") for variable in variables):
+        return None
+    return nnx.to_pure_dict(params, lambda variable: variable.get_metadata("split"))
 
 
 def _as_state(like: nnx.State, tree: Params) -> nnx.State:
@@ -194,11 +205,20 @@ class Model:
         return (self.embed, *self.blocks, self.head)
 
     def splits(self) -> Params | None:
-        """The tree of parameters with a `Split` or None in place of each; None if a part knows no tensor parallelism."""
+        """The tree of parameters, each a `Split` or None instead; None if a part knows no tensor parallelism."""
         trees = [part.splits for part in self.parts]
         if any(tree is None for tree in trees):
             return None
         return self.join(trees[0], trees[1:-1], trees[-1])
+
+    def block_numbers(self) -> Params:
+        """The tree of parameters with the number of its block in place of each, -1 for embedding and head."""
+        embed, blocks, head = self.split(self.abstract_params())
+
+        def all_of(tree: Params, number: int) -> Params:
+            return jax.tree.map(lambda _: number, tree)
+
+        return self.join(all_of(embed, -1), [all_of(block, i) for i, block in enumerate(blocks)], all_of(head, -1))
 
     def abstract_params(self) -> Params:
         """The parameter tree as `jax.ShapeDtypeStruct`s, float32, on no device.

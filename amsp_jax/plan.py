@@ -4,6 +4,9 @@ Inside a leaf one dimension is split over the axes in the order (param, grad, op
 so that gathering the opt and grad axes leaves one contiguous parameter shard. Dimension 0 is preferred: no
 transposes around its collectives. A leaf with no dimension that divides is padded, or replicated where it is
 small and padding would cost more than an eighth; the plan says so, nothing is replicated silently.
+
+What a model is cut into beside the strategy adds to a leaf: a dimension split over `tensor`; `stage` as its last opt
+axis, whatever part of the model it is; `context`, and `tensor` where it is not split, as replica axes.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from amsp_jax.errors import UserError
-from amsp_jax.mesh import DataAxes, axis_sizes, data_axes, make_mesh
-from amsp_jax.model import Batch, Params
+from amsp_jax.mesh import DataAxes, data_axes, make_mesh, mesh_axes
+from amsp_jax.model import Batch, Model, Params, Split
+from amsp_jax.parallel import CONTEXT, STAGE, TENSOR, ModelParallel
 from amsp_jax.strategy import DataRanks, Degrees, Strategy, parse
 
 MASTER_BYTES = 4
@@ -41,9 +45,12 @@ class LeafPlan:
       dim: the sharded dimension; None if the leaf is replicated.
       padded: the stored length of that dimension, a multiple of its shards.
       param_axes, grad_axes, opt_axes: mesh axes that `dim` is split over, for P; added for G; added for OS.
-      replica_axes: data axes that hold equal copies; gradients are summed over them once a step.
-      axis_size: sizes of those axes.
+      replica_axes: axes that hold equal copies; gradients are summed over them once a step.
+      axis_size: sizes of all axes of the mesh.
       note: why it is not sharded as asked, or empty.
+      split_dim: the dimension that is split over `tensor`, outside of `dim`'s axes if it is the same; or None.
+      split_padded: its stored length.
+      block: the number of its block among those that pipeline stages share; -1 if it is of none.
     """
 
     path: str
@@ -56,13 +63,24 @@ class LeafPlan:
     replica_axes: tuple[str, ...]
     axis_size: tuple[tuple[str, int], ...]
     note: str = ""
+    split_dim: int | None = None
+    split_padded: int = 0
+    block: int = -1
 
     @property
     def storage_shape(self) -> tuple[int, ...]:
         """The shape of the stored global array, padding included."""
-        if self.dim is None:
-            return self.shape
-        return (*self.shape[: self.dim], self.padded, *self.shape[self.dim + 1 :])
+        return _with(_with(self.shape, self.dim, self.padded), self.split_dim, self.split_padded)
+
+    @property
+    def rank_shape(self) -> tuple[int, ...]:
+        """The shape that the model sees: true, but for a tensor rank's piece of the split dimension, padding included."""
+        return _with(self.shape, self.split_dim, self.split_padded // dict(self.axis_size).get(TENSOR, 1))
+
+    @property
+    def rank_storage_shape(self) -> tuple[int, ...]:
+        """`rank_shape` with the padding of `dim`."""
+        return self.rank_shape if self.dim == self.split_dim else _with(self.rank_shape, self.dim, self.padded)
 
     @property
     def is_padded(self) -> bool:
@@ -75,9 +93,11 @@ class LeafPlan:
         return bool(self.grad_axes or self.opt_axes)
 
     def _spec(self, axes: tuple[str, ...]) -> P:
-        if self.dim is None or not axes:
-            return P()
-        return P(*[None] * self.dim, axes if len(axes) > 1 else axes[0])
+        over: dict[int, tuple[str, ...]] = {} if self.split_dim is None else {self.split_dim: (TENSOR,)}
+        if self.dim is not None and axes:
+            over[self.dim] = over.get(self.dim, ()) + axes
+        entries = [over.get(dim, ()) for dim in range(max(over, default=-1) + 1)]
+        return P(*[axes if len(axes) > 1 else axes[0] if axes else None for axes in entries])
 
     @property
     def params_spec(self) -> P:
@@ -95,13 +115,12 @@ class LeafPlan:
         return self._spec(self.param_axes + self.grad_axes + self.opt_axes)
 
     def shard_shape(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """The shape of one device's part when `dim` is split over `axes`."""
+        """The shape of one device's part when `dim` is split over `axes`, the tensor axis apart."""
+        shape = self.rank_storage_shape
         if self.dim is None:
-            return self.shape
+            return shape
         sizes = dict(self.axis_size)
-        shards = math.prod(sizes[a] for a in axes)
-        shape = self.storage_shape
-        return (*shape[: self.dim], shape[self.dim] // shards, *shape[self.dim + 1 :])
+        return _with(shape, self.dim, shape[self.dim] // math.prod(sizes[a] for a in axes))
 
     @property
     def num_params_shard(self) -> int:
@@ -117,6 +136,11 @@ class LeafPlan:
     def num_opt_shard(self) -> int:
         """Values of the master, or of one moment, a device holds."""
         return math.prod(self.shard_shape(self.param_axes + self.grad_axes + self.opt_axes))
+
+
+def _with(shape: tuple[int, ...], dim: int | None, length: int) -> tuple[int, ...]:
+    """`shape` with another length of `dim`."""
+    return shape if dim is None else (*shape[:dim], length, *shape[dim + 1 :])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +169,7 @@ class Plan:
       leaves: a `LeafPlan` in place of each parameter.
       compute_dtype: of gathered parameters.
       strategy: as it was asked for.
+      parallel: what one copy of the model is cut into beside it.
     """
 
     mesh: Mesh | AbstractMesh
@@ -152,6 +177,7 @@ class Plan:
     leaves: Params
     compute_dtype: jnp.dtype
     strategy: Strategy
+    parallel: ModelParallel = ModelParallel()
 
     @property
     def axes(self) -> DataAxes:
@@ -178,7 +204,13 @@ class Plan:
 
     @property
     def batch_spec(self) -> P:
-        """Of arrays [microbatches, rows, ...]: rows over every data axis."""
+        """Of arrays [microbatches, rows, ...]: rows over every data axis; and the third dimension, the sequence, over
+        `context` where it is split."""
+        return P(None, self.axes.all or None, CONTEXT) if self.parallel.context > 1 else self.rows_spec
+
+    @property
+    def rows_spec(self) -> P:
+        """Of arrays [microbatches, rows]: rows over every data axis."""
         return P(None, self.axes.all or None)
 
     @property
@@ -207,8 +239,23 @@ class Plan:
         return NamedSharding(self.mesh, P())
 
     def bytes_per_device(self) -> Bytes:
-        """By the strategy's arithmetic, padding included."""
-        return _sum_bytes(jax.tree.leaves(self.leaves), self.compute_dtype)
+        """By the strategy's arithmetic, padding included; of the stage with the most blocks."""
+        return self._sum_bytes(jax.tree.leaves(self.leaves))
+
+    def _sum_bytes(self, leaves: Sequence[LeafPlan]) -> Bytes:
+        opt = sum(leaf.num_opt_shard for leaf in leaves)
+        copies = self._of_a_stage([(leaf, leaf.num_params_shard) for leaf in leaves if leaf.has_copy])
+        grads = self._of_a_stage([(leaf, leaf.num_grads_shard) for leaf in leaves])
+        return Bytes(
+            params=copies * self.compute_dtype.itemsize, grads=grads * 4, master=opt * MASTER_BYTES, moments=opt * 2 * 4
+        )
+
+    def _of_a_stage(self, values: Sequence[tuple[LeafPlan, int]]) -> int:
+        """The sum of values that leaves take on a stage: of equal blocks as many as the fullest stage has."""
+        blocks = sum(value for leaf, value in values if leaf.block >= 0)
+        num_blocks = 1 + max((leaf.block for leaf in jax.tree.leaves(self.leaves)), default=-1)
+        num_local = -(-num_blocks // self.parallel.pipeline)
+        return sum(value for leaf, value in values if leaf.block < 0) + blocks * num_local // max(1, num_blocks)
 
     def __str__(self) -> str:
         return _table(self)
@@ -220,27 +267,98 @@ def make_plan(
     ranks: DataRanks,
     devices: Sequence[jax.Device] | None = None,
     compute_dtype: Any = jnp.bfloat16,
+    *,
+    parallel: ModelParallel | None = None,
+    splits: Params | None = None,
+    blocks: Params | None = None,
 ) -> Plan:
-    """Compiles a strategy for a model on data ranks.
+    """Compiles a strategy for parameters on data ranks; `plan_model` is for a model.
 
     Args:
       strategy: or its text.
       params: abstract parameters (`Model.abstract_params()`): only shapes are read.
-      ranks: the data ranks.
+      ranks: the data ranks, of one stage where there are several.
       devices: node by node; None plans for devices that are not there.
       compute_dtype: of gathered parameters.
+      parallel: stages, context and tensor; none by default.
+      splits: a `Split` or None in place of each parameter (`Model.splits()`); None: no parameter is split.
+      blocks: the number of the block that each parameter is of, -1 for none (`Model.block_numbers()`): what stages share.
 
     Raises:
-      UserError: the strategy does not fit the ranks, or the devices are not as many.
+      UserError: the strategy does not fit the ranks, the devices are not as many, or a parameter has too few units for
+        the tensor ranks.
     """
-    strategy = parse(strategy)
+    strategy, parallel = parse(strategy), parallel or ModelParallel()
     degrees = strategy.resolve(ranks)
-    axes = data_axes(degrees)
-    sizes = tuple((axis, size) for axis, size in axis_sizes(degrees).items() if size > 1)
-    leaves = jax.tree_util.tree_map_with_path(
-        lambda path, x: _plan_leaf(path_name(path), tuple(x.shape), axes, sizes, degrees.opt_state.total), params
-    )
-    return Plan(make_mesh(degrees, devices), degrees, leaves, jnp.dtype(compute_dtype), strategy)
+    around = _Around.of(degrees, parallel)
+    is_leaf = _is_split_or_none
+    flat_splits = jax.tree.leaves(splits, is_leaf=is_leaf) if splits is not None else None
+    flat, structure = jax.tree_util.tree_flatten_with_path(params)
+    leaves = [
+        _plan_leaf(path_name(path), tuple(x.shape), around, split)
+        for (path, x), split in zip(flat, flat_splits or [None] * len(flat), strict=True)
+    ]
+    if blocks is not None and parallel.pipeline > 1:
+        numbers = jax.tree.leaves(blocks)
+        leaves = [dataclasses.replace(x, block=number) for x, number in zip(leaves, numbers, strict=True)]
+    mesh = make_mesh(degrees, devices, parallel)
+    return Plan(mesh, degrees, jax.tree.unflatten(structure, leaves), jnp.dtype(compute_dtype), strategy, parallel)
+
+
+def plan_model(
+    strategy: Strategy | str,
+    model: Model,
+    ranks: DataRanks,
+    devices: Sequence[jax.Device] | None = None,
+    compute_dtype: Any = jnp.bfloat16,
+    parallel: ModelParallel | None = None,
+) -> Plan:
+    """Compiles a strategy for a model; arguments as of `make_plan`.
+
+    Raises:
+      UserError: as `make_plan`; or the model is not made for what it is cut into.
+    """
+    parallel, splits = parallel or ModelParallel(), model.splits()
+    inner = {"TENSOR": parallel.tensor, "CONTEXT": parallel.context}
+    if splits is None and (asked := [f"{name}={size}" for name, size in inner.items() if size > 1]):
+        raise UserError(
+            f"{' and '.join(asked)}: {model.name} does not say how its parameters are split (Part.splits); "
+            "leave it at 1, or declare the splits and use the operators of amsp_jax.tensor"
+        )
+    if parallel.pipeline > max(1, len(model.blocks)):
+        raise UserError(
+            f"PIPELINE={parallel.pipeline} is more stages than {model.name} has blocks, {len(model.blocks)}; "
+            f"choose at most {max(1, len(model.blocks))}"
+        )
+    return make_plan(
+        strategy, model.abstract_params(), ranks, devices, compute_dtype,
+        parallel=parallel, splits=splits, blocks=model.block_numbers(),
+    )  # fmt: skip
+
+
+def _is_split_or_none(x: Any) -> bool:
+    return x is None or isinstance(x, Split)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Around:
+    """What all leaves have in common: axes by role, with stage, context and tensor among them; and sizes."""
+
+    data: DataAxes
+    opt: tuple[str, ...]
+    replica: tuple[str, ...]
+    sizes: tuple[tuple[str, int], ...]
+    shards: int
+    tensor: int
+
+    @classmethod
+    def of(cls, degrees: Degrees, parallel: ModelParallel) -> _Around:
+        data = data_axes(degrees)
+        stage = (STAGE,) if parallel.pipeline > 1 else ()
+        context = (CONTEXT,) if parallel.context > 1 else ()
+        sizes = tuple(mesh_axes(degrees, parallel).items())
+        shards = degrees.opt_state.total * parallel.pipeline
+        return cls(data, data.opt + stage, data.replica + context, sizes, shards, parallel.tensor)
 
 
 def path_name(path: Sequence[Any]) -> str:
@@ -268,39 +386,62 @@ def pad(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     return jnp.pad(x, [(0, stored - true) for true, stored in zip(x.shape, shape, strict=True)])
 
 
-def _plan_leaf(
-    path: str, shape: tuple[int, ...], axes: DataAxes, sizes: tuple[tuple[str, int], ...], shards: int
-) -> LeafPlan:
-    dim, padded, note = _choose_dim(shape, shards)
+def _plan_leaf(path: str, shape: tuple[int, ...], around: _Around, split: Split | None) -> LeafPlan:
+    split_dim, split_padded, split_note = _choose_split(path, shape, around.tensor, split)
+    replica = around.replica if split_dim is not None or around.tensor == 1 else (*around.replica, TENSOR)
+    seen = _with(shape, split_dim, split_padded // around.tensor)
+    dim, padded, note = _choose_dim(seen, around.shards, split_dim)
+    notes = "; ".join(filter(None, (split_note, note)))
     if dim is None:
-        return LeafPlan(path, shape, None, 0, (), (), (), axes.all, sizes, note)
-    return LeafPlan(path, shape, dim, padded, axes.param, axes.grad, axes.opt, axes.replica, sizes, note)
+        everywhere = around.data.param + around.data.grad + around.opt + replica
+        return LeafPlan(path, shape, None, 0, (), (), (), everywhere, around.sizes, notes, split_dim, split_padded)
+    padded = split_padded if dim == split_dim else padded
+    data = around.data
+    return LeafPlan(
+        path, shape, dim, padded, data.param, data.grad, around.opt, replica, around.sizes, notes, split_dim, split_padded
+    )
 
 
-def _choose_dim(shape: tuple[int, ...], shards: int) -> tuple[int | None, int, str]:
-    """(dimension to shard or None, its stored length, what to tell the user)."""
+def _choose_split(
+    path: str, shape: tuple[int, ...], num_ranks: int, split: Split | None
+) -> tuple[int | None, int, str]:
+    """(dimension split over tensor ranks or None, its stored length, what to tell the user)."""
+    if num_ranks == 1 or split is None:
+        return None, 0, ""
+    length = shape[split.dim]
+    padded = split.padded(length, num_ranks)
+    if padded is None and not split.replicate:
+        most = max(split.units)
+        raise UserError(
+            f"TENSOR={num_ranks} is more than the {most} {split.name} of {path} (dimension {split.dim}, {length} long); "
+            f"choose TENSOR={most} or fewer"
+        )
+    if padded is None:
+        return None, 0, f"whole on each of {num_ranks} tensor ranks: it has {max(split.units)} {split.name}"
+    if padded == length:
+        return split.dim, padded, ""
+    num = split.num_units(num_ranks) or 1
+    name = f"{num} {split.name}"
+    return split.dim, padded, f"dimension {split.dim}, {name}, padded {length} -> {padded} for {num_ranks} tensor ranks"
+
+
+def _choose_dim(shape: tuple[int, ...], shards: int, split_dim: int | None) -> tuple[int | None, int, str]:
+    """(dimension to shard or None, its stored length, what to tell the user), of a leaf as a tensor rank sees it.
+
+    The split dimension is never padded here: the padding would lie between the ranks' pieces.
+    """
     if math.prod(shape) == 0 or not shape:
         kind = "a scalar" if not shape else "it has no values"
         return None, 0, f"replicated: {kind}" if shards > 1 else ""
     for dim, size in enumerate(shape):
         if size % shards == 0:
             return dim, size, ""
-    waste = [-size % shards / size for size in shape]
+    waste = [math.inf if dim == split_dim else -size % shards / size for dim, size in enumerate(shape)]
     dim = waste.index(min(waste))
     padded = shape[dim] + -shape[dim] % shards
-    if waste[dim] <= 1 / 8 or math.prod(shape) >= LARGE_LEAF:
+    if waste[dim] <= 1 / 8 or (math.prod(shape) >= LARGE_LEAF and waste[dim] < math.inf):
         return dim, padded, f"dimension {dim} padded {shape[dim]} -> {padded} to divide by {shards}"
     return None, 0, f"replicated: small, and no dimension of {shape} divides by {shards}"
-
-
-def _sum_bytes(leaves: Sequence[LeafPlan], compute_dtype: jnp.dtype) -> Bytes:
-    opt = sum(leaf.num_opt_shard for leaf in leaves)
-    return Bytes(
-        params=sum(leaf.num_params_shard * compute_dtype.itemsize for leaf in leaves if leaf.has_copy),
-        grads=sum(leaf.num_grads_shard * 4 for leaf in leaves),
-        master=opt * MASTER_BYTES,
-        moments=opt * 2 * 4,
-    )
 
 
 def _table(plan: Plan) -> str:
@@ -316,7 +457,7 @@ def _table(plan: Plan) -> str:
     notes = []
     for key, count in groups.items():
         name, shape, *specs, note = key
-        part = _sum_bytes(members[key], plan.compute_dtype)
+        part = plan._sum_bytes(members[key])
         sums = (f"{part.params:,}", f"{part.grads:,}", f"{part.master + part.moments:,}")
         rows.append((name, str(count), "x".join(map(str, shape)), *map(spec_text, specs), *sums))
         if note:
@@ -326,6 +467,7 @@ def _table(plan: Plan) -> str:
     rows.append(("total", str(sum(groups.values())), "", "", "", "", *sums))
     axes = ", ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())
     head = [f"strategy  {plan.strategy}", f"degrees   {plan.degrees} on {plan.degrees.ranks}", f"mesh      {axes}"]
+    head += [f"parallel  {plan.parallel}"] if plan.parallel.total > 1 else []
     head += [f"warning   {w}" for w in plan.degrees.warnings]
     foot = [
         f"P: {plan.compute_dtype.name} copy kept for the step, none where P = OS; G: float32, while microbatches "
@@ -336,11 +478,9 @@ def _table(plan: Plan) -> str:
 
 
 def spec_text(spec: P) -> str:
-    """`0:inter_opt+intra_param`: the sharded dimension and its axes; `replica` if none."""
-    for dim, axes in enumerate(spec):
-        if axes:
-            return f"{dim}:" + "+".join((axes,) if isinstance(axes, str) else axes)
-    return "replica"
+    """`0:inter_opt+intra_param 1:tensor`: the sharded dimensions and their axes; `replica` if none."""
+    parts = [(dim, (axes,) if isinstance(axes, str) else axes) for dim, axes in enumerate(spec) if axes]
+    return " ".join(f"{dim}:{'+'.join(axes)}" for dim, axes in parts) or "replica"
 
 
 def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:

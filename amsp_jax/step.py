@@ -17,8 +17,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from amsp_jax.collectives import param_shard, reduce_accumulated
+from amsp_jax.context import zigzag
 from amsp_jax.model import Batch, LossOutput, Model, Params, Part
 from amsp_jax.optimizer import num_updates, to_storage, to_true
+from amsp_jax.parallel import TENSOR
 from amsp_jax.plan import Plan
 from amsp_jax.stack import Gather, Remat, policy, run_blocks
 from amsp_jax.state import TrainState, abstract_state, true_state
@@ -162,13 +164,20 @@ def make_grad_fn(model: Model, plan: Plan, settings: StepSettings) -> GradFn:
 
     def grads_of(params: Params, batch: Batch, seed: Any, step: Any) -> tuple[LossSums, Params]:
         specs = jax.tree.map(lambda leaf: leaf.opt_spec, plan.leaves)
-        data = plan.batch_spec
-        mapped = jax.shard_map(
-            local, mesh=plan.mesh, in_specs=(specs, data, data, P(), P()), out_specs=(P(), specs), check_vma=False
-        )
+        in_specs = specs, plan.batch_spec, plan.rows_spec, P(), P()
+        mapped = jax.shard_map(local, mesh=plan.mesh, in_specs=in_specs, out_specs=(P(), specs), check_vma=False)
+        batch = in_context_order(plan, batch)
         return mapped(params, batch, _row_numbers(batch), jnp.asarray(seed), jnp.asarray(step))
 
     return grads_of
+
+
+def in_context_order(plan: Plan, batch: Batch) -> Batch:
+    """Arrays [microbatches, rows, seq] with the sequence in the order in which `context` ranks share it."""
+    num_ranks = plan.parallel.context
+    if num_ranks == 1:
+        return batch
+    return {name: x[:, :, zigzag(x.shape[2], num_ranks)] for name, x in batch.items()}
 
 
 def _row_numbers(batch: Batch) -> jax.Array:
@@ -279,7 +288,8 @@ def _add(a: Any, b: Any) -> Any:
 
 
 def _global_sums(plan: Plan, sums: LossSums) -> LossSums:
-    axes = plan.axes.all
+    """Over the data ranks and the parts of a sequence; tensor ranks have equal sums, all stages but the last zeros."""
+    axes = tuple(axis for axis in plan.mesh.axis_names if axis != TENSOR) if plan.parallel.total > 1 else plan.axes.all
     return jax.tree.map(lambda x: lax.psum(x, axes), sums) if axes else sums
 
 
@@ -329,10 +339,9 @@ def _forward(model: Model, plan: Plan, settings: StepSettings, shards: Params, b
 def _mapped(plan: Plan, local: Callable[..., Any], out_specs: Any) -> Callable[[Params, Batch], Any]:
     def call(params: Params, batch: Batch) -> Any:
         specs = jax.tree.map(lambda leaf: leaf.opt_spec, plan.leaves)
-        data = plan.batch_spec
-        mapped = jax.shard_map(
-            local, mesh=plan.mesh, in_specs=(specs, data, data), out_specs=out_specs, check_vma=False
-        )
+        in_specs = specs, plan.batch_spec, plan.rows_spec
+        mapped = jax.shard_map(local, mesh=plan.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        batch = in_context_order(plan, batch)
         return mapped(params, batch, _row_numbers(batch))
 
     return jax.jit(call)

@@ -11,8 +11,9 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from amsp_jax import context, tensor
 from amsp_jax.errors import UserError
-from amsp_jax.model import Batch, Model, ModelNumbers
+from amsp_jax.model import Batch, Model, ModelNumbers, Split
 from models import layers
 from models.config import TransformerConfig
 
@@ -46,23 +47,26 @@ class Embedding(nnx.Module):
     """Token embedding plus learned position."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
-        self.table = layers.normal_table(config.vocab_size, config.hidden, config.init_std, rngs)
-        self.positions = layers.normal_table(config.max_seq_len, config.hidden, config.init_std, rngs)
+        hidden, std = config.hidden, config.init_std
+        self.table = layers.normal_table(config.vocab_size, hidden, std, rngs, layers.vocabulary(config, dim=0))
+        self.positions = layers.normal_table(config.max_seq_len, hidden, std, rngs, split=None)
+        self.vocab_size = config.vocab_size
 
     def __call__(self, batch: Batch, rng: jax.Array) -> jax.Array:
-        """The tokens' rows and the first S positions, added up: [B, S, D].
+        """The tokens' rows and those of their positions, added up: [B, S, D], with t tensor ranks [B, S / t, D].
 
         Raises:
           UserError: the sequence is longer than the table of positions.
         """
         del rng
-        positions, seq_len = self.positions[...], batch["tokens"].shape[1]
+        positions, seq_len = self.positions[...], batch["tokens"].shape[1] * context.size()
         if seq_len > positions.shape[0]:
             raise UserError(
                 f"a sequence of {seq_len} tokens is longer than the model's max_seq_len {positions.shape[0]}; "
                 "shorten SEQ_LEN or raise the model's max_seq_len."
             )
-        return layers.embed(self.table[...], batch["tokens"]) + positions[:seq_len]
+        own_SD = tensor.local_sequence(context.local_sequence(positions[:seq_len], dim=0), dim=0)
+        return layers.embed(self.table[...], batch["tokens"], self.vocab_size) + own_SD
 
 
 class Attention(nnx.Module):
@@ -70,32 +74,35 @@ class Attention(nnx.Module):
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
         self.config = config
-        self.q = layers.linear(config.hidden, config.hidden, config.init_std, rngs, bias=True)
-        self.k = layers.linear(config.hidden, config.hidden, config.init_std, rngs, bias=True)
-        self.v = layers.linear(config.hidden, config.hidden, config.init_std, rngs, bias=True)
-        self.o = layers.linear(config.hidden, config.hidden, config.residual_init_std, rngs, bias=True)
+        width, std, residual_std = config.hidden, config.init_std, config.residual_init_std
+        by_columns, by_rows = (Split(dim, (config.num_heads,), name="heads") for dim in (1, 0))
+        self.q = layers.linear(width, width, std, rngs, split=by_columns, bias=True)
+        self.k = layers.linear(width, width, std, rngs, split=by_columns, bias=True)
+        self.v = layers.linear(width, width, std, rngs, split=by_columns, bias=True)
+        self.o = layers.linear(width, width, residual_std, rngs, split=by_rows, bias=True)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        """[B, S, D] to [B, S, D]."""
+        """The whole sequence in, this rank's piece of it out."""
         q_BSNH, k_BSNH, v_BSNH = (
-            layers.split_heads(checkpoint_name(project(x_BSD), "qkv"), self.config.num_heads)
+            layers.split_heads(checkpoint_name(project(x_BSD), "qkv"), self.config.head_dim)
             for project in (self.q, self.k, self.v)
         )
         heads_BSD = layers.causal_attention(q_BSNH, k_BSNH, v_BSNH, self.config.attention)
-        return checkpoint_name(self.o(heads_BSD), "attention_out")
+        return checkpoint_name(layers.sum_rows(self.o, heads_BSD), "attention_out")
 
 
 class MLP(nnx.Module):
     """down(gelu(up(x))), with the tanh form of GELU as in GPT-2."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
-        self.up = layers.linear(config.hidden, config.ffn, config.init_std, rngs, bias=True)
-        self.down = layers.linear(config.ffn, config.hidden, config.residual_init_std, rngs, bias=True)
+        by_columns, by_rows = (Split(dim, (config.ffn,), name="MLP columns") for dim in (1, 0))
+        self.up = layers.linear(config.hidden, config.ffn, config.init_std, rngs, split=by_columns, bias=True)
+        self.down = layers.linear(config.ffn, config.hidden, config.residual_init_std, rngs, split=by_rows, bias=True)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        """[B, S, D] to [B, S, D]."""
+        """The whole sequence in, this rank's piece of it out."""
         up_BSF = checkpoint_name(self.up(x_BSD), "mlp_up")
-        return self.down(jax.nn.gelu(up_BSF, approximate=True))
+        return layers.sum_rows(self.down, jax.nn.gelu(up_BSF, approximate=True))
 
 
 def gpt(config: GPTConfig, name: str = "gpt") -> Model:

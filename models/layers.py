@@ -1,4 +1,6 @@
-"""Pieces that the models share, as single-device mathematics.
+"""Pieces that the models share, as single-device mathematics with the operators of `tensor` and `context` in it.
+
+With tensor ranks each parameter with a `Split` is this rank's piece, so numbers of heads and columns come from shapes.
 
 Parameters are created in float32 and arrive in the compute dtype, which is also the dtype of activations.
 Statistics, softmax and loss are computed in float32. Every cast is written out.
@@ -8,6 +10,7 @@ Shape suffixes: B rows, S sequence, D hidden, N query heads, K key and value hea
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +20,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from amsp_jax.model import Batch, LossOutput, Model, ModelNumbers, Part
+from amsp_jax import context, tensor
+from amsp_jax.model import Batch, LossOutput, Model, ModelNumbers, Part, Split
 from models.config import AttentionImplementation, TransformerConfig
 
 
@@ -25,7 +29,7 @@ class RMSNorm(nnx.Module):
     """x / rms(x) * scale (Zhang and Sennrich, arXiv 1910.07467); computed in float32, returned in x's dtype."""
 
     def __init__(self, hidden: int, eps: float):
-        self.scale = nnx.Param(jnp.ones((hidden,), jnp.float32))
+        self.scale = nnx.Param(jnp.ones((hidden,), jnp.float32), split=None)
         self.eps = eps
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
@@ -39,8 +43,8 @@ class LayerNorm(nnx.Module):
     """(x - mean) / std * scale + bias; computed in float32, returned in x's dtype."""
 
     def __init__(self, hidden: int, eps: float):
-        self.scale = nnx.Param(jnp.ones((hidden,), jnp.float32))
-        self.bias = nnx.Param(jnp.zeros((hidden,), jnp.float32))
+        self.scale = nnx.Param(jnp.ones((hidden,), jnp.float32), split=None)
+        self.bias = nnx.Param(jnp.zeros((hidden,), jnp.float32), split=None)
         self.eps = eps
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
@@ -53,24 +57,61 @@ class LayerNorm(nnx.Module):
         return scaled.astype(x_BSD.dtype)
 
 
-def linear(num_in: int, num_out: int, std: float, rngs: nnx.Rngs, *, bias: bool = False) -> nnx.Linear:
-    """A projection with a [num_in, num_out] kernel drawn from a normal distribution, and a zero bias."""
-    return nnx.Linear(num_in, num_out, use_bias=bias, kernel_init=jax.nn.initializers.normal(std), rngs=rngs)
+def linear(num_in: int, num_out: int, std: float, rngs: nnx.Rngs, *, split: Split, bias: bool = False) -> nnx.Linear:
+    """A projection with a [num_in, num_out] kernel drawn from a normal distribution, and a zero bias.
+
+    Split along dimension 1 it is called as it is, and gives this rank's columns; along 0, by `sum_rows`.
+    """
+    bias_split = dataclasses.replace(split, dim=0) if split.dim == 1 else None
+    return nnx.Linear(
+        num_in,
+        num_out,
+        use_bias=bias,
+        kernel_init=jax.nn.initializers.normal(std),
+        kernel_metadata={"split": split},
+        bias_metadata={"split": bias_split},
+        rngs=rngs,
+    )
 
 
-def normal_table(num_rows: int, hidden: int, std: float, rngs: nnx.Rngs) -> nnx.Param:
+def sum_rows(projection: nnx.Linear, x_BSF: jax.Array) -> jax.Array:
+    """A projection of this rank's features, summed over the ranks, each of which gets its piece of the sequence."""
+    x_BSD = tensor.leave(x_BSF @ projection.kernel[...])
+    # The bias is whole on every rank, so it is added after the sum.
+    return x_BSD if projection.bias is None else x_BSD + projection.bias[...]
+
+
+def normal_table(num_rows: int, hidden: int, std: float, rngs: nnx.Rngs, split: Split | None) -> nnx.Param:
     """An embedding table [num_rows, hidden] drawn from a normal distribution."""
-    return nnx.Param(jax.nn.initializers.normal(std)(rngs.params(), (num_rows, hidden), jnp.float32))
+    return nnx.Param(jax.nn.initializers.normal(std)(rngs.params(), (num_rows, hidden), jnp.float32), split=split)
 
 
-def embed(table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
-    """Rows of the table, [B, S, D] in its dtype; the gradient is summed in float32 and rounded once.
+def vocabulary(config: TransformerConfig, dim: int) -> Split:
+    """Between ranks, each of which has some of the rows of the table or of the columns of the head."""
+    return Split(dim, (config.vocab_size,), name="vocabulary entries")
+
+
+def embed(table_VD: jax.Array, tokens_BS: jax.Array, vocab_size: int | None = None) -> jax.Array:
+    """Rows of the table in its dtype, [B, S, D]; the gradient is summed in float32 and rounded once.
+
+    With t tensor ranks, [B, S / t, D]: this rank's piece of the sequence.
 
     A frequent token's gradient is a sum of thousands of small terms: added up in bfloat16 it was off by 2.5 to 5 %.
     Tokens outside the vocabulary, which have weight 0, take its first or last row: never a NaN.
+
+    Args:
+      table_VD: the table, or this rank's rows of it.
+      tokens_BS: [B, S] integers.
+      vocab_size: rows of the whole table without padding; those of `table_VD` if None.
     """
     num_rows = table_VD.shape[0]
-    return _lookup(num_rows, table_VD.dtype, table_VD, jnp.clip(tokens_BS, 0, num_rows - 1))
+    rows_BS = jnp.clip(tokens_BS, 0, (vocab_size or num_rows) - 1)
+    if tensor.size() == 1:
+        return _lookup(num_rows, table_VD.dtype, table_VD, rows_BS)
+    rows_BS = rows_BS - tensor.rank() * num_rows
+    is_here = (rows_BS >= 0) & (rows_BS < num_rows)
+    x_BSD = _lookup(num_rows, table_VD.dtype, table_VD, jnp.clip(rows_BS, 0, num_rows - 1))
+    return tensor.leave(jnp.where(is_here[..., None], x_BSD, 0))
 
 
 # The table's shape and dtype are static arguments, because a residual would keep the whole table alive.
@@ -101,38 +142,58 @@ def rotate(x_BSNH: jax.Array, theta: float) -> jax.Array:
     """Rotary position embedding (Su et al., arXiv 2104.09864) of the two halves of a head, in x's dtype."""
     seq_len, head_dim = x_BSNH.shape[1], x_BSNH.shape[3]
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angle = jnp.arange(seq_len, dtype=jnp.float32)[:, None] * frequency
+    angle = context.positions(seq_len).astype(jnp.float32)[:, None] * frequency
     cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
     first, second = jnp.split(x_BSNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BSNH.dtype)
 
 
-def split_heads(x_BSD: jax.Array, num_heads: int) -> jax.Array:
+def split_heads(x_BSD: jax.Array, head_dim: int) -> jax.Array:
     """[B, S, heads x head dim] to [B, S, heads, head dim]."""
-    return x_BSD.reshape(*x_BSD.shape[:2], num_heads, -1)
+    return x_BSD.reshape(*x_BSD.shape[:2], -1, head_dim)
 
 
 def causal_attention(
     q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, implementation: AttentionImplementation
 ) -> jax.Array:
-    """Each token attends to itself and the tokens before it; returns [B, S, N x H]. N is a multiple of K."""
+    """Each token attends to itself and the tokens before it; returns [B, S, N x H]. N is a multiple of K.
+
+    With context ranks it is `context.ring_attention`, whatever the implementation.
+    """
+    if context.size() > 1:
+        out_BSNH = context.ring_attention(q_BSNH, k_BSKH, v_BSKH)
+        return out_BSNH.reshape(*out_BSNH.shape[:2], -1)
     # Its XLA form asks for the common dtype of bfloat16 and float32, which jax_numpy_dtype_promotion=strict refuses.
     with jax.numpy_dtype_promotion("standard"):
         out_BSNH = jax.nn.dot_product_attention(q_BSNH, k_BSKH, v_BSKH, is_causal=True, implementation=implementation)
     return out_BSNH.reshape(*out_BSNH.shape[:2], -1)
 
 
-def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, weights_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
+def cross_entropy(
+    logits_BSV: jax.Array, targets_BS: jax.Array, weights_BS: jax.Array, vocab_size: int | None = None
+) -> tuple[jax.Array, jax.Array]:
     """The weighted sum of the tokens' cross-entropies in nats, and the sum of the weights, float32.
 
     Targets of weight 0 may be any integer.
+
+    Args:
+      logits_BSV: all logits, or this rank's columns.
+      targets_BS, weights_BS: of the same tokens.
+      vocab_size: columns of the whole without padding, which does not count; those of `logits_BSV` if None.
     """
     logits = logits_BSV.astype(jnp.float32)
+    columns = jax.lax.broadcasted_iota(targets_BS.dtype, logits.shape, 2)
+    num_columns = logits.shape[2]
+    if tensor.size() > 1:
+        columns = columns + (tensor.rank() * num_columns).astype(targets_BS.dtype)
     # take_along_axis would make the backward a float32 scatter into [B, S, V]; a masked sum fuses with the softmax.
-    is_target = jax.lax.broadcasted_iota(targets_BS.dtype, logits.shape, 2) == targets_BS[..., None]
-    target_BS = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+    is_target = columns == targets_BS[..., None]
+    if vocab_size is not None and vocab_size < num_columns * tensor.size():
+        is_target &= columns < vocab_size
+        logits = jnp.where(columns < vocab_size, logits, -jnp.inf)
+    target_BS = tensor.total(jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1))
     weights = weights_BS.astype(jnp.float32)
-    return jnp.sum((jax.nn.logsumexp(logits, axis=-1) - target_BS) * weights), jnp.sum(weights)
+    return jnp.sum((tensor.logsumexp(logits) - target_BS) * weights), jnp.sum(weights)
 
 
 class Head(nnx.Module):
@@ -141,32 +202,39 @@ class Head(nnx.Module):
     def __init__(self, norm: nnx.Module, config: TransformerConfig, rngs: nnx.Rngs):
         self.norm = norm
         if not config.tied:
-            self.output = linear(config.hidden, config.vocab_size, config.init_std, rngs)
+            self.output = linear(
+                config.hidden, config.vocab_size, config.init_std, rngs, split=vocabulary(config, dim=1)
+            )
         self.tied = config.tied
+        self.vocab_size = config.vocab_size
 
     def logits(self, embed_params: Any, x_BSD: jax.Array) -> jax.Array:
-        """[B, S, V] in the compute dtype."""
-        x_BSD = self.norm(x_BSD)
-        return x_BSD @ embed_params["table"].T if self.tied else self.output(x_BSD)
+        """[B, S, V] in the compute dtype, whole on every rank."""
+        return tensor.gather(self._own_logits(embed_params, x_BSD), dim=2)[..., : self.vocab_size]
 
     def __call__(self, embed_params: Any, x_BSD: jax.Array, batch: Batch, rng: jax.Array) -> LossOutput:
-        """((sum of losses, sum of weights), no aux)."""
+        """((sum of losses, sum of weights), no aux), equal on all tensor ranks."""
         del rng
-        return cross_entropy(self.logits(embed_params, x_BSD), batch["targets"], batch["weights"]), {}
+        logits_BSV = self._own_logits(embed_params, x_BSD)
+        return cross_entropy(logits_BSV, batch["targets"], batch["weights"], self.vocab_size), {}
+
+    def _own_logits(self, embed_params: Any, x_BSD: jax.Array) -> jax.Array:
+        x_BSD = tensor.enter(self.norm(x_BSD))
+        return x_BSD @ embed_params["table"].T if self.tied else self.output(x_BSD)
 
 
 class Block(nnx.Module):
-    """Attention and MLP, each normalised first and added to the residual stream."""
+    """Attention and MLP, each normalised first and added to the residual stream, where `sum_rows` leaves it."""
 
     def __init__(self, attention_norm: nnx.Module, attention: nnx.Module, mlp_norm: nnx.Module, mlp: nnx.Module):
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
     def __call__(self, x_BSD: jax.Array, batch: Batch, rng: jax.Array) -> jax.Array:
-        """[B, S, D] to [B, S, D]."""
+        """[B, S, D] to [B, S, D], the residual stream: with t tensor ranks, [B, S / t, D]."""
         del batch, rng
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
-        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        x_BSD = x_BSD + self.attention(tensor.enter(self.attention_norm(x_BSD)))
+        return x_BSD + self.mlp(tensor.enter(self.mlp_norm(x_BSD)))
 
 
 def transformer(
