@@ -1,9 +1,9 @@
 """What each pipeline stage does at each tick, as tables of numbers; no jax.
 
 A model of p x v virtual stages, virtual stage chunk x p + stage, runs m microbatches. A tick has a forward and a
-backward half. Unit n of the forward pass is (microbatch group x p + i, chunk) where n = group x p v + chunk x p + i, and
+backward half. Unit n of the forward pass is (microbatch group x p + i, chunk), n = group x p v + chunk x p + i, and
 runs on stage s at tick n + s; backward units go through the chunks in reverse, on stage s at tick T0 + n + p-1-s. So
-whatever a stage sends is used in the very next tick, and only inputs kept for the backward pass need a place.
+what a stage sends is used in the very next tick, and only inputs kept for the backward pass need a place.
 
 1F1B: Narayanan et al., arXiv 2006.09503; interleaved: arXiv 2104.04473; GPipe: arXiv 1811.06965.
 """
@@ -53,8 +53,18 @@ class Half:
 
     @property
     def is_kept(self) -> np.ndarray:
-        """[ticks, stages]: whether its stage input is kept for the backward pass; the first's is made of tokens again."""
+        """[ticks, stages]: whether its input is kept for the backward pass; the first's is made of tokens again."""
         return self.is_busy & (self.kind != Kind.FIRST)
+
+    def without(self, kind: Kind) -> Half:
+        """The same, idle in place of `kind`."""
+        keep = self.kind != kind
+        return Half(self.kind * keep, self.chunk * keep, self.microbatch * keep)
+
+    def works(self) -> tuple[list[tuple[Kind, int]], np.ndarray]:
+        """The different (kind, chunk) that occur, and which one it is: int32 [ticks, stages]."""
+        pairs, index = np.unique(np.stack([self.kind, self.chunk], axis=-1).reshape(-1, 2), axis=0, return_inverse=True)
+        return [(Kind(kind), int(chunk)) for kind, chunk in pairs], index.reshape(self.kind.shape).astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
