@@ -30,6 +30,11 @@ class TrainConfig:
     """
 
     strategy: Annotated[str, "auto, a preset, or 'params=... grads=... opt_state=...'; see below"]
+    tensor: Annotated[int, "devices that share each matrix and the sequence between them; a group lies inside a node"]
+    pipeline: Annotated[int, "stages of the pipeline, each with a part of the blocks"]
+    schedule: Annotated[Literal["1f1b", "gpipe"], "order of the pipeline's work"]
+    virtual_stages: Annotated[int, "parts of the model that each stage has; more than 1 interleaves them"]
+    context: Annotated[int, "devices that share each sequence, for ring attention"]
     cluster: Annotated[str | None, "file of `amsp_jax calibrate` for STRATEGY='auto'; None: measures once and keeps it"]
     model: Annotated[str, "name of a model"]
     model_overrides: Annotated[dict, "fields of the model to change, {'num_layers': 8}"]
@@ -111,6 +116,7 @@ _MAX_COUNT = 100_000_000
 _MAX_SIMULATED = 1024
 _AT_LEAST_ONE = (
     *("steps", "global_batch", "microbatch", "seq_len", "keep_checkpoints", "eval_batches", "stop_after"),
+    *("tensor", "pipeline", "virtual_stages", "context"),
     *("max_skipped", "hang_timeout_s"),
     *("simulated_nodes", "simulated_devices_per_node", "devices_per_node"),
 )

@@ -17,11 +17,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from amsp_jax.collectives import param_shard, reduce_accumulated
-from amsp_jax.context import zigzag
+from amsp_jax.context import zigzag, zigzag_inverse
 from amsp_jax.model import Batch, LossOutput, Model, Params, Part
 from amsp_jax.optimizer import num_updates, to_storage, to_true
-from amsp_jax.parallel import TENSOR
+from amsp_jax.parallel import CONTEXT, STAGE
+from amsp_jax.pipeline import make_pipeline
 from amsp_jax.plan import Plan
+from amsp_jax.schedule import Schedule
 from amsp_jax.stack import Gather, Remat, policy, run_blocks
 from amsp_jax.state import TrainState, abstract_state, true_state
 
@@ -64,12 +66,16 @@ class StepSettings:
       reduce_dtype: in which gradients are summed across devices.
       remat: what blocks keep for the backward pass.
       peel: run the first and the last microbatch outside the loop, so that the collectives of once a step overlap
-        them; without effect where there are no such collectives.
+        them; without effect where there are no such collectives, and where there are stages.
+      schedule: of the pipeline, `1f1b` or `gpipe`, where the plan has stages.
+      virtual_stages: parts of the model that a stage has; more than one interleaves them.
     """
 
     reduce_dtype: Any = jnp.float32
     remat: Remat = Remat.PROJECTIONS
     peel: bool = True
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
 
 
 GradFn = Callable[[Params, Batch, Any, Any], tuple[LossSums, Params]]
@@ -155,6 +161,14 @@ def make_grad_fn(model: Model, plan: Plan, settings: StepSettings) -> GradFn:
     `params` are the stored master; batch as in `make_train_step`; sums are global. To be called under `jit`.
     """
 
+    def stage(params: Params, batch: Batch, rows: jax.Array, seed: Any, step: Any) -> tuple[LossSums, Params]:
+        schedule = Schedule(settings.schedule, plan.parallel.pipeline, settings.virtual_stages, len(rows))
+        pipeline = make_pipeline(model, plan.leaves, schedule, _gather_tree(plan, settings), settings.remat)
+        shards = pipeline.param_shards(params, plan.compute_dtype)
+        outputs, grads = pipeline.grads(shards, (batch, rows), lambda rows: row_keys(seed, step, rows))
+        sums = lax.psum(_as_sums(outputs), STAGE)
+        return _global_sums(plan, sums), pipeline.reduce(grads, settings.reduce_dtype)
+
     def local(params: Params, batch: Batch, rows: jax.Array, seed: Any, step: Any) -> tuple[LossSums, Params]:
         shards = _param_shards(plan, params)
         microbatch = _microbatch_grads(model, plan, settings, shards, seed, step)
@@ -165,7 +179,8 @@ def make_grad_fn(model: Model, plan: Plan, settings: StepSettings) -> GradFn:
     def grads_of(params: Params, batch: Batch, seed: Any, step: Any) -> tuple[LossSums, Params]:
         specs = jax.tree.map(lambda leaf: leaf.opt_spec, plan.leaves)
         in_specs = specs, plan.batch_spec, plan.rows_spec, P(), P()
-        mapped = jax.shard_map(local, mesh=plan.mesh, in_specs=in_specs, out_specs=(P(), specs), check_vma=False)
+        whole = stage if plan.parallel.pipeline > 1 else local
+        mapped = jax.shard_map(whole, mesh=plan.mesh, in_specs=in_specs, out_specs=(P(), specs), check_vma=False)
         batch = in_context_order(plan, batch)
         return mapped(params, batch, _row_numbers(batch), jnp.asarray(seed), jnp.asarray(step))
 
@@ -205,7 +220,7 @@ def _microbatch_grads(
     model: Model, plan: Plan, settings: StepSettings, shards: Params, seed: Any, step: Any
 ) -> Callable[[Params, Any], tuple[LossSums, Params]]:
     """`(shards, (batch, rows)) -> (local sums, float32 G shards)` of one microbatch."""
-    gather_tree = Gather(plan.compute_dtype, settings.reduce_dtype)
+    gather_tree = _gather_tree(plan, settings)
     sinks = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shard_shape(leaf.param_axes + leaf.grad_axes), jnp.float32), plan.leaves
     )
@@ -219,9 +234,18 @@ def _microbatch_grads(
             return total, (weight, aux)
 
         (total, (weight, aux)), gradient = jax.value_and_grad(loss, has_aux=True)(sinks)
-        return LossSums(loss=total, weight=weight, aux=aux), gradient
+        return _as_sums(((total, weight), aux)), gradient
 
     return grads
+
+
+def _gather_tree(plan: Plan, settings: StepSettings) -> Gather:
+    return Gather(plan.compute_dtype, settings.reduce_dtype)
+
+
+def _as_sums(output: LossOutput) -> LossSums:
+    (loss, weight), aux = output
+    return LossSums(loss=loss, weight=weight, aux=aux)
 
 
 def _apply(
@@ -288,8 +312,8 @@ def _add(a: Any, b: Any) -> Any:
 
 
 def _global_sums(plan: Plan, sums: LossSums) -> LossSums:
-    """Over the data ranks and the parts of a sequence; tensor ranks have equal sums, all stages but the last zeros."""
-    axes = tuple(axis for axis in plan.mesh.axis_names if axis != TENSOR) if plan.parallel.total > 1 else plan.axes.all
+    """Over the data ranks and the parts of a sequence; tensor ranks and stages have equal sums."""
+    axes = plan.axes.all + ((CONTEXT,) if plan.parallel.context > 1 else ())
     return jax.tree.map(lambda x: lax.psum(x, axes), sums) if axes else sums
 
 
@@ -297,14 +321,7 @@ def make_eval_step(model: Model, plan: Plan, settings: StepSettings) -> Callable
     """The jitted `(params, batch) -> global sums`, the batch as in `make_train_step`; keys are those of step 0."""
 
     def local(params: Params, batch: Batch, rows: jax.Array) -> LossSums:
-        shards = _param_shards(plan, params)
-
-        def one(item: Any) -> LossSums:
-            batch, rows = item
-            (total, weight), aux = _forward(model, plan, settings, shards, batch, row_keys(0, 0, rows))
-            return LossSums(loss=total, weight=weight, aux=aux)
-
-        sums = lax.map(one, (batch, rows))
+        sums = _as_sums(_forward(model, plan, settings, params, batch, rows))
         return _global_sums(plan, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums))
 
     return _mapped(plan, local, P())
@@ -321,27 +338,46 @@ def make_logits_step(model: Model, plan: Plan, settings: StepSettings) -> Callab
     speaking = dataclasses.replace(model, head=head)
 
     def local(params: Params, batch: Batch, rows: jax.Array) -> jax.Array:
-        shards = _param_shards(plan, params)
-        return lax.map(
-            lambda item: _forward(speaking, plan, settings, shards, item[0], row_keys(0, 0, item[1])), (batch, rows)
-        )
+        return _forward(speaking, plan, settings, params, batch, rows)
 
-    return _mapped(plan, local, plan.batch_spec)
+    def in_order(logits: jax.Array) -> jax.Array:
+        num_ranks = plan.parallel.context
+        return logits if num_ranks == 1 else logits[:, :, zigzag_inverse(logits.shape[2], num_ranks)]
+
+    return _mapped(plan, local, plan.batch_spec, in_order)
 
 
-def _forward(model: Model, plan: Plan, settings: StepSettings, shards: Params, batch: Batch, keys: Any) -> Any:
-    """The forward pass; sinks are never read, so they may be empty scalars."""
+def _forward(model: Model, plan: Plan, settings: StepSettings, params: Params, batch: Batch, rows: jax.Array) -> Any:
+    """What the head gives for each microbatch, [microbatches, ...], from the OS shards; keys are those of step 0."""
+    gather_tree = _gather_tree(plan, settings)
+    if plan.parallel.pipeline > 1:
+        schedule = Schedule("gpipe", plan.parallel.pipeline, 1, plan.parallel.pipeline)
+        pipeline = make_pipeline(model, plan.leaves, schedule, gather_tree, settings.remat)
+        shards = pipeline.param_shards(params, plan.compute_dtype)
+        return pipeline.forward(shards, (batch, rows), lambda rows: row_keys(0, 0, rows))
+    shards = _param_shards(plan, params)
+    # Sinks are never read here, so they may be empty scalars.
     sinks = jax.tree.map(lambda leaf: jnp.float32(0), plan.leaves)
-    gather_tree = Gather(plan.compute_dtype, settings.reduce_dtype)
-    return _apply(model, plan, gather_tree, settings.remat, shards, sinks, batch, keys)
+
+    def one(item: Any) -> Any:
+        batch, rows = item
+        return _apply(model, plan, gather_tree, settings.remat, shards, sinks, batch, row_keys(0, 0, rows))
+
+    return lax.map(one, (batch, rows))
 
 
-def _mapped(plan: Plan, local: Callable[..., Any], out_specs: Any) -> Callable[[Params, Batch], Any]:
+def _unchanged(x: Any) -> Any:
+    return x
+
+
+def _mapped(
+    plan: Plan, local: Callable[..., Any], out_specs: Any, finish: Callable[[Any], Any] = _unchanged
+) -> Callable[[Params, Batch], Any]:
     def call(params: Params, batch: Batch) -> Any:
         specs = jax.tree.map(lambda leaf: leaf.opt_spec, plan.leaves)
         in_specs = specs, plan.batch_spec, plan.rows_spec
         mapped = jax.shard_map(local, mesh=plan.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         batch = in_context_order(plan, batch)
-        return mapped(params, batch, _row_numbers(batch))
+        return finish(mapped(params, batch, _row_numbers(batch)))
 
     return jax.jit(call)
