@@ -1,36 +1,44 @@
-"""configs/runs: every file names its model, divides on its cluster, and fits where it says."""
+"""configs/runs: every file says what it is, divides on its cluster, and fits where it says.
+
+Files named after a model let the planner choose. The others are recipes: nodes, strategy and all degrees are given.
+"""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from amsp_jax import __main__ as tools
 from amsp_jax import cli
-from amsp_jax.checks import batch_shape
+from amsp_jax.checks import batch_shape, require_memory
+from amsp_jax.cluster import named_cluster
 from amsp_jax.commands import workload
+from amsp_jax.cost.papers import megatron
+from amsp_jax.parallel import ModelParallel
+from amsp_jax.plan import plan_model
 from amsp_jax.planner import Space, search
 from amsp_jax.stack import Remat
 from models import MODELS
 
-FILES = sorted((Path(__file__).parent.parent / "configs" / "runs").glob("*.gin"))
+FOLDER = Path(__file__).parent.parent / "configs"
+MODEL_FILES = [FOLDER / "runs" / f"{name.replace('-', '_')}.gin" for name in MODELS if name != "llama-tiny"]
+RECIPES = sorted(set((FOLDER / "runs").glob("*.gin")) - set(MODEL_FILES))
+each_model = pytest.mark.parametrize("path", MODEL_FILES, ids=lambda path: path.stem)
+each_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 
 
-def load(path):
-    return cli.load_config([path]).config
+def load(path, bindings=()):
+    return cli.load_config([path], bindings).config
 
 
-def test_every_model_has_a_file():
-    assert {path.stem.replace("_", "-") for path in FILES} == set(MODELS) - {"llama-tiny"}
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@each_model
 def test_the_file_says_what_it_is_and_how_to_run_it(path):
     assert load(path).model == path.stem.replace("_", "-")
     assert f"\n#   python train.py --gin_file=configs/runs/{path.name}\n" in path.read_text()
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@each_model
 def test_the_file_fits_where_it_says(path):
     """Its `plan` command is that of its own settings, and finds a strategy."""
     config, text = load(path), path.read_text()
@@ -50,6 +58,87 @@ def test_the_file_fits_where_it_says(path):
 
 
 def test_the_small_run_divides_on_any_part_of_a_node():
-    config = load(next(path for path in FILES if path.stem == "llama_125m"))
+    config = load(FOLDER / "runs" / "llama_125m.gin")
     for num_devices in (1, 2, 4, 8):
         batch_shape(config.global_batch, config.microbatch, num_devices, config.seq_len)
+
+
+def sbatch_commands(path):
+    """Of the header: nodes, the job script's name, the file, and the bindings that follow it."""
+    text = re.sub(r" \\\n# +", " ", path.read_text())
+    for line in re.findall(r"^#   (sbatch .*)$", text, re.MULTILINE):
+        words = shlex.split(line)
+        nodes = next(int(word.removeprefix("--nodes=")) for word in words if word.startswith("--nodes="))
+        script, file, *flags = [word for word in words[1:] if not re.match(r"--(nodes|account)=", word)]
+        yield nodes, script, file, [cli.binding(flag) for flag in flags]
+
+
+COMMANDS = [(path, *command) for path in RECIPES for command in sbatch_commands(path)]
+
+
+def parallel_of(config):
+    return ModelParallel(pipeline=config.pipeline, context=config.context, tensor=config.tensor)
+
+
+@each_recipe
+def test_a_recipe_says_how_to_submit_it(path):
+    assert "Fits:   " in path.read_text()
+    commands = list(sbatch_commands(path))
+    assert commands
+    for _, script, file, _ in commands:
+        on_frontier = path.stem.startswith("frontier")
+        assert script == f"configs/slurm/{'frontier' if on_frontier else 'train'}.sbatch"
+        assert file == f"configs/runs/{path.name}"
+
+
+@pytest.mark.parametrize(
+    ("path", "nodes", "bindings"),
+    [pytest.param(path, nodes, flags, id=f"{path.stem}-{nodes}") for path, nodes, _, _, flags in COMMANDS],
+)
+def test_a_recipe_divides_and_its_states_fit(path, nodes, bindings):
+    """Ranks, batch and stages on the nodes of the command; model states in the memory of the header's preset."""
+    config, text = load(path, bindings), path.read_text()
+    cluster = named_cluster(re.search(r"the preset `(\w+)`", text).group(1), nodes)
+    parallel = parallel_of(config)
+    ranks = parallel.data_ranks(nodes, cluster.devices_per_node)
+    assert ranks.total * parallel.total == cluster.num_devices
+    batch = batch_shape(config.global_batch, config.microbatch, ranks.total, config.seq_len)
+    model = cli.build_model(config).model
+    assert len(model.blocks) % (config.pipeline * config.virtual_stages) == 0
+    assert batch.accumulation >= config.pipeline and (
+        config.virtual_stages == 1 or not batch.accumulation % config.pipeline
+    )
+    plan = plan_model(config.strategy, model, ranks, parallel=parallel)
+    require_memory(plan, cluster.memory_bytes)
+    if not bindings:
+        assert f"# States: {plan.bytes_per_device().total / 2**30:.1f} GiB on a device," in text
+
+
+@each_recipe
+def test_a_recipe_says_its_nodes_copies_tokens_and_bubble(path):
+    """The numbers of the header are those of its first command."""
+    config, text = load(path), path.read_text()
+    nodes, *_ = next(sbatch_commands(path))
+    ranks = parallel_of(config).data_ranks(nodes, 8)
+    batch = batch_shape(config.global_batch, config.microbatch, ranks.total, config.seq_len)
+    assert f"# Fits:   {nodes} nodes of 8 " in text
+    assert f"# Tokens: {batch.tokens / 1e6:.2f}M a step, " in text
+    if config.pipeline > 1:
+        bubble = megatron.bubble_of_ideal(config.pipeline, batch.accumulation, config.virtual_stages)
+        assert f"; {ranks.total} copies of the model.\n" in text
+        assert f"# Bubble: {config.pipeline - 1} stages / " in text and f"{batch.accumulation} microbatches" in text
+        assert f" = {100 * bubble:.2f} % of the ideal time." in text
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees", "global_batches"), [("175b", (4, 16), (640, 5120)), ("1t", (8, 64), (1600, 4800))]
+)
+def test_the_recipes_of_the_frontier_study(name, degrees, global_batches):
+    """TP and PP, and the batches of the sweep's first and last point."""
+    path = FOLDER / "runs" / f"frontier_{name}.gin"
+    configs = [load(path, bindings) for *_, bindings in sbatch_commands(path)]
+    assert {(config.tensor, config.pipeline) for config in configs} == {degrees}
+    assert tuple(config.global_batch for config in configs) == global_batches
+    for config in configs:
+        assert (config.strategy, config.microbatch, config.remat) == ("zero1", 1, "full")
+        assert config.model_overrides == {"init_std": 0.006} and config.learning_rate == 6e-5
