@@ -18,6 +18,7 @@ from amsp_jax.cost.papers import megatron
 from amsp_jax.parallel import ModelParallel
 from amsp_jax.plan import plan_model
 from amsp_jax.planner import Space, search
+from amsp_jax.schedule import Schedule
 from amsp_jax.stack import Remat
 from models import MODELS
 
@@ -105,9 +106,7 @@ def test_a_recipe_divides_and_its_states_fit(path, nodes, bindings):
     batch = batch_shape(config.global_batch, config.microbatch, ranks.total, config.seq_len)
     model = cli.build_model(config).model
     assert len(model.blocks) % (config.pipeline * config.virtual_stages) == 0
-    assert batch.accumulation >= config.pipeline and (
-        config.virtual_stages == 1 or not batch.accumulation % config.pipeline
-    )
+    Schedule(config.schedule, config.pipeline, config.virtual_stages, batch.accumulation)
     plan = plan_model(config.strategy, model, ranks, parallel=parallel)
     require_memory(plan, cluster.memory_bytes)
     if not bindings:
