@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from amsp_jax import cli, launch
-from amsp_jax.commands import calibrate, compile, doctor, generate, plan
+from amsp_jax.commands import calibrate, compile, doctor, generate, plan, tune
 
-COMMANDS = (plan, calibrate, compile, generate, doctor)
+COMMANDS = (plan, calibrate, compile, generate, doctor, tune)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +27,14 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(commands)
-    return parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if "settings" in args:
+        # Those of train.py, whose names are the config's.
+        args.settings = [word for word in unknown if word.startswith("--gin.")]
+        unknown = [word for word in unknown if word not in args.settings]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
 
 
 def _main(argv: Sequence[str]) -> None:

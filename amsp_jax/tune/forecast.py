@@ -1,0 +1,82 @@
+"""What the planner expects of points: which do not fit into memory, and where to begin."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from amsp_jax.cluster import Cluster, load_cluster
+from amsp_jax.errors import UserError
+from amsp_jax.planner import Candidate, Scorer, Workload
+from amsp_jax.stack import Remat
+from amsp_jax.strategy import parse
+from amsp_jax.tune.space import Grounds, Point
+from amsp_jax.user_cache import user_cache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What is expected.
+
+    Attributes:
+      step_s: seconds of a step by point; points that are not in it fit, or nothing is known of them.
+      too_large: why a point does not fit, by point.
+    """
+
+    step_s: Mapping[Point, float] = dataclasses.field(default_factory=dict)
+    too_large: Mapping[Point, str] = dataclasses.field(default_factory=dict)
+
+    def best(self, count: int) -> list[Point]:
+        """The points with the shortest steps, the best first."""
+        return sorted(self.step_s, key=self.step_s.__getitem__)[:count]
+
+
+def forecast(points: Iterable[Point], grounds: Grounds, workload: Workload, cluster: Cluster) -> Forecast:
+    """Scores points that can run.
+
+    Args:
+      points: valid on these grounds.
+      grounds: the devices.
+      workload: what is trained.
+      cluster: those devices with network and rates.
+
+    Raises:
+      UserError: the cluster has no network or rates.
+    """
+    scorer = Scorer(workload, cluster)
+    step_s: dict[Point, float] = {}
+    too_large: dict[Point, str] = {}
+    for point in points:
+        candidate = _candidate(point, grounds)
+        if candidate is None:
+            continue
+        missing = scorer.needed_bytes(candidate) - cluster.memory_bytes
+        if missing > 0:
+            limit_gib = cluster.memory_bytes / 2**30
+            too_large[point] = f"needs {missing / 2**30:.1f} GiB more than the {limit_gib:.1f} GiB of a device"
+        else:
+            step_s[point] = scorer.estimate(candidate).step_s
+    return Forecast(step_s=step_s, too_large=too_large)
+
+
+def _candidate(point: Point, grounds: Grounds) -> Candidate | None:
+    """The point as the planner knows it; None where it does not."""
+    if point.parallel.total > 1:
+        return None
+    return Candidate(parse(point.strategy).resolve(grounds.ranks(point)), point.microbatch, Remat(point.remat))
+
+
+def kept_calibration(grounds: Grounds, is_cpu: bool) -> Path | None:
+    """The newest file that a run with STRATEGY='auto' kept for such a grid; None if there is none."""
+    folder = user_cache() / "clusters"
+    grid = f"{grounds.num_nodes}x{grounds.devices_per_node}"
+    found = [path for path in folder.glob(f"*_{grid}_jax-*.json") if _is_readable(path, is_cpu)]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _is_readable(path: Path, is_cpu: bool) -> bool:
+    try:
+        return (load_cluster(path).device_kind == "cpu") == is_cpu
+    except UserError:
+        return False
