@@ -420,4 +420,4 @@ def test_frontier_training():
 @pytest.mark.parametrize(("name", "tflops"), [("22b", 73.5), ("175b", 69.2), ("1t", 61.2)])
 def test_frontier_utilization(name, tflops):
     share = megatron.utilization(tflops * 1e12, 1, 1, frontier.GCD_PEAK_FLOPS)
-    assert share == pytest.approx(frontier.RESULTS[name].utilization, abs=3e-4)
+    assert share == pytest.approx(frontier.UTILIZATION[name], abs=3e-4)

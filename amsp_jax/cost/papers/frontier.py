@@ -21,28 +21,24 @@ MODELS = {"22b": _gpt(48, 6144, 48), "175b": _gpt(96, 12288, 96), "1t": _gpt(128
 """The three models of the paper, by size."""
 
 
+UTILIZATION = {"22b": 0.3838, "175b": 0.3614, "1t": 0.3196}
+"""Throughput of a device over `GCD_PEAK_FLOPS`, from the abstract; probably with recomputation, which is not said."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
-    """What the paper's abstract says of a model's training.
+class Scaling:
+    """Efficiency of the largest run of a scaling study, 0 to 1: throughput of a device over that of the first run."""
 
-    Attributes:
-      utilization: share of `GCD_PEAK_FLOPS`, 0 to 1; it is not said whether recomputation counts, and probably it does.
-      num_devices: GCDs of the largest run of its scaling studies; None where it is in none.
-      weak_scaling, strong_scaling: efficiency there, 0 to 1.
-    """
-
-    utilization: float
-    num_devices: int | None = None
-    weak_scaling: float | None = None
-    strong_scaling: float | None = None
+    num_devices: int
+    weak: float
+    strong: float
 
 
-RESULTS = {
-    "22b": Result(utilization=0.3838),
-    "175b": Result(utilization=0.3614, num_devices=1024, weak_scaling=1.0, strong_scaling=0.89),
-    "1t": Result(utilization=0.3196, num_devices=3072, weak_scaling=1.0, strong_scaling=0.87),
+SCALING = {
+    "175b": Scaling(num_devices=1024, weak=1.0, strong=0.89),
+    "1t": Scaling(num_devices=3072, weak=1.0, strong=0.87),
 }
-"""By size, as in `MODELS`."""
+"""By size, from the abstract."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
