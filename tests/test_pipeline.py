@@ -1,5 +1,4 @@
-"""A model on pipeline stages gives the loss and gradients of the model as it is written, and no stage does more than its
-part."""
+"""A model on pipeline stages has the loss and gradients of one device, and no stage does more than its part."""
 
 import dataclasses
 import functools
@@ -252,3 +251,94 @@ CASES = {
 def test_loss_and_gradients_are_those_of_one_device(name):
     schedule, num_blocks, axes, options = CASES[name]
     check_gradients(Case(Schedule(*schedule), num_blocks, mesh_of(schedule[1], **axes), **options))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("v", [1, 2])
+def test_evaluation_and_logits_take_any_number_of_microbatches(v, num_microbatches):
+    case = Case(Schedule("1f1b", 2, v, 2), 5, mesh_of(2, intra_param=2), tied=True)
+    params, data = stored(case.leaves, params_of(case.model)), data_of(num_microbatches)
+    expected, _ = oracle(5, True, num_microbatches)
+    results = jax.device_get(case.forward(case.model, P(("intra_param",)))(params, data))
+    # Every data rank gives its own [microbatches].
+    assert_close(jax.tree.map(lambda x: x.sum(), results), expected)
+    head = Part(head_init, lambda params, embed, x, batch, keys: logits(params, embed, x))
+    speaking = dataclasses.replace(case.model, head=head)
+    found = case.forward(speaking, P(None, "intra_param"))(params, data)
+    whole = jax.jit(lambda p: lax.map(functools.partial(plain, speaking, p), data))(params_of(case.model))
+    assert found.shape == (num_microbatches, ROWS, SEQ, VOCAB)
+    assert_close(found, whole)
+
+
+@pytest.mark.parametrize("name, v", [("gpipe", 1), ("1f1b", 1), ("1f1b", 2)])
+def test_two_sends_a_tick_and_once_a_step_collectives_once(name, v):
+    case = Case(Schedule(name, 4, v, 8), 8, mesh_of(4, intra_param=2))
+    found = hlo.collectives(case.lowered().compile().as_text())
+    sends = [c for c in found if c.kind == "collective-permute"]
+    assert [c.num_runs for c in sends] == [case.schedule.num_ticks] * 2
+    assert {c.shape for c in sends} == {(ROWS // 2, SEQ, HIDDEN)}
+    # There and back, each matrix of each slot.
+    exchanged = {(c.op, c.in_loop) for c in found if c.kind == "all-to-all"}
+    assert len(exchanged) == 2 * 2 * 2 and not any(in_loop for _, in_loop in exchanged)
+    kinds = {"all-gather", "reduce-scatter", "collective-permute"}
+    assert {c.kind for c in found if c.in_loop} == kinds
+
+
+def test_replicated_parameters_are_gathered_once_a_step():
+    case = Case(Schedule("1f1b", 2, 1, 4), 2, mesh_of(2, intra_opt=2))
+    found = hlo.collectives(case.lowered().compile().as_text())
+    assert {c.kind for c in found if c.in_loop} == {"collective-permute"}
+
+
+def test_memory_follows_the_number_of_kept_inputs():
+    rows, seq = 32, 64
+    one_input = rows * seq * HIDDEN * 4
+    temporary = {}
+    for schedule in (Schedule("1f1b", 4, 1, 16), Schedule("1f1b", 4, 1, 32), Schedule("gpipe", 4, 1, 16)):
+        compiled = Case(schedule, 4, mesh_of(4)).lowered(rows, seq).compile()
+        temporary[schedule] = compiled.memory_analysis().temp_size_in_bytes
+    few, many, gpipe = temporary
+    assert few.num_slots == many.num_slots == 5 and gpipe.num_slots == 16
+    # The batch is an argument; the longer table adds a few hundred numbers.
+    assert temporary[many] - temporary[few] < one_input / 10
+    assert temporary[gpipe] - temporary[few] == pytest.approx((16 - 5) * one_input, rel=0.01)
+
+
+@pytest.mark.parametrize("remat", [Remat.NONE, Remat.FULL])
+def test_blocks_are_computed_twice_and_not_three_times(remat):
+    """Once forwards, and once more for the backward pass."""
+    text = Case(Schedule("1f1b", 4, 1, 4), 4, mesh_of(4), remat=remat).lowered().as_text()
+    # A block has two products and their four gradients, the head one and its two. The forward half has a branch for the
+    # first stage and one for those in the middle, the backward half also one for the last.
+    assert text.count("stablehlo.dot_general") == 2 * 2 + 3 * (2 + 4) + (1 + 2)
+
+
+def test_blocks_that_differ():
+    other = Part(block_init, lambda params, x, batch, keys: x)
+    model = dataclasses.replace(model_of(4), blocks=(BLOCK, BLOCK, BLOCK, other))
+    with pytest.raises(UserError, match="PIPELINE=2: blocks 1 and 3 of toy differ"):
+        make_pipeline(model, {}, Schedule("1f1b", 2, 1, 2), Gather(jnp.float32, jnp.float32), Remat.FULL)
+
+
+def test_stages_may_have_different_blocks_in_different_slots():
+    def other_apply(params, x, batch, keys):
+        return {"x": x["x"] - jnp.sin(x["x"] @ params["in"]) @ params["out"] * params["scale"]}
+
+    other = Part(block_init, other_apply)
+    case = Case(Schedule("1f1b", 2, 1, 2), 4, mesh_of(2))
+    case.__dict__["model"] = dataclasses.replace(model_of(4), blocks=(BLOCK, other, BLOCK, other))
+    params, data = params_of(case.model), data_of(2)
+
+    def loss(params):
+        return sum(plain(case.model, params, jax.tree.map(lambda x, i=i: x[i], data))[0][0] for i in range(2))
+
+    (sums, grads), expected = case.train()(params, data), jax.jit(jax.value_and_grad(loss))(params)
+    assert_close((sums[0][0], grads), expected, tolerance=1e-5)
+
+
+def test_only_floating_point_arrays_are_sent():
+    case = Case(Schedule("1f1b", 2, 1, 2), 2, mesh_of(2))
+    embed = Part(embed_init, lambda params, batch, keys: {"x": batch["tokens"]})
+    case.__dict__["model"] = dataclasses.replace(model_of(2), embed=embed)
+    with pytest.raises(UserError, match="embedding of toy gives int32; with PIPELINE=2"):
+        case.lowered()
