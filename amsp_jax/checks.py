@@ -18,12 +18,19 @@ class BatchShape:
       num_ranks: data-parallel ranks.
       accumulation: microbatches a step.
       seq_len: tokens of a sequence.
+      devices_per_rank: devices that share what a rank computes.
     """
 
     microbatch: int
     num_ranks: int
     accumulation: int
     seq_len: int
+    devices_per_rank: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """Of all ranks."""
+        return self.num_ranks * self.devices_per_rank
 
     @property
     def rows(self) -> int:
@@ -46,13 +53,20 @@ class BatchShape:
         return self.accumulation, self.rows, self.seq_len
 
     def __str__(self) -> str:
+        ranks = (
+            f"{self.num_ranks} ranks"
+            if self.devices_per_rank == 1
+            else (f"{self.num_ranks} ranks of {self.devices_per_rank} devices")
+        )
         return (
             f"{self.sequences} sequences of {self.seq_len} = {self.tokens:,} tokens a step: "
-            f"{self.num_ranks} ranks x microbatch {self.microbatch} x accumulation {self.accumulation}"
+            f"{ranks} x microbatch {self.microbatch} x accumulation {self.accumulation}"
         )
 
 
-def batch_shape(global_batch: int, microbatch: int, num_ranks: int, seq_len: int) -> BatchShape:
+def batch_shape(
+    global_batch: int, microbatch: int, num_ranks: int, seq_len: int, devices_per_rank: int = 1
+) -> BatchShape:
     """Cuts a global batch into microbatches.
 
     Raises:
@@ -69,7 +83,13 @@ def batch_shape(global_batch: int, microbatch: int, num_ranks: int, seq_len: int
             f"GLOBAL_BATCH={global_batch} is not a multiple of MICROBATCH={microbatch} x {num_ranks} data-parallel "
             f"ranks = {unit}; {sizes} would do{other}"
         )
-    return BatchShape(microbatch=microbatch, num_ranks=num_ranks, accumulation=global_batch // unit, seq_len=seq_len)
+    return BatchShape(
+        microbatch=microbatch,
+        num_ranks=num_ranks,
+        accumulation=global_batch // unit,
+        seq_len=seq_len,
+        devices_per_rank=devices_per_rank,
+    )
 
 
 def require_memory(plan: Plan, memory_bytes: int) -> None:

@@ -12,16 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from amsp_jax import xla_flags
+from amsp_jax import schedule, xla_flags
 from amsp_jax.checkpoint import leaf_paths
 from amsp_jax.checks import BatchShape, batch_shape, require_compiled_memory, require_memory
 from amsp_jax.config import TrainConfig
+from amsp_jax.context import check_sequence
 from amsp_jax.data import Datasets, TokenDataset, global_batch, open_dataset
 from amsp_jax.errors import UserError
 from amsp_jax.launch import Layout, from_process_0, process_0_first
 from amsp_jax.model import Batch, Model
 from amsp_jax.optimizer import Schedule, abstract_storage, make_optimizer, warmup_cosine
-from amsp_jax.plan import Plan, make_plan
+from amsp_jax.parallel import ModelParallel
+from amsp_jax.plan import Plan, plan_model
+from amsp_jax.schedule import assign_blocks
 from amsp_jax.stack import Remat
 from amsp_jax.state import TrainState, abstract_state, true_state
 from amsp_jax.step import StepMetrics, StepSettings, make_train_step
@@ -70,11 +73,14 @@ def prepare(config: TrainConfig, model: Model, vocab_size: int, layout: Layout) 
       layout: the devices.
 
     Raises:
-      UserError: the strategy, the batch, the memory, the optimizer or the data do not fit.
+      UserError: the strategy, what the model is cut into, the batch, the memory, the optimizer or the data do not fit.
     """
-    ranks = data_ranks(layout)
-    plan = make_plan(config.strategy, model.abstract_params(), ranks, layout.devices, config.compute_dtype)
-    batch = batch_shape(config.global_batch, config.microbatch, ranks.total, config.seq_len)
+    parallel = parallel_of(config)
+    ranks = parallel.data_ranks(layout.num_nodes, layout.devices_per_node)
+    plan = plan_model(config.strategy, model, ranks, layout.devices, config.compute_dtype, parallel)
+    check_sequence(config.seq_len, config.context, config.tensor)
+    batch = batch_shape(config.global_batch, config.microbatch, ranks.total, config.seq_len, parallel.total)
+    check_stages(config, model, batch.accumulation)
     require_memory(plan, layout.memory_bytes)
     optimizer = optimizer_of(config)
     # Of several processes one trains the tokenizer and fills the cache.
@@ -118,6 +124,18 @@ def data_ranks(layout: Layout) -> DataRanks:
     return DataRanks(layout.devices_per_node, layout.num_nodes)
 
 
+def parallel_of(config: TrainConfig) -> ModelParallel:
+    """What one copy of the model is cut into by these settings."""
+    return ModelParallel(pipeline=config.pipeline, context=config.context, tensor=config.tensor)
+
+
+def check_stages(config: TrainConfig, model: Model, num_microbatches: int) -> None:
+    """Raises UserError unless the pipeline's schedule exists for these settings."""
+    schedule.Schedule(config.schedule, config.pipeline, config.virtual_stages, num_microbatches)
+    if config.pipeline > 1:
+        assign_blocks(len(model.blocks), config.pipeline, config.virtual_stages)
+
+
 def compiler_options(config: TrainConfig, model: Model, layout: Layout) -> dict[str, str]:
     """What the step is compiled with beside `XLA_FLAGS`, whose values win; nothing on the CPU.
 
@@ -126,8 +144,9 @@ def compiler_options(config: TrainConfig, model: Model, layout: Layout) -> dict[
     """
     if layout.platform == "cpu":
         return {}
-    degrees = parse(config.strategy).resolve(data_ranks(layout))
-    options = xla_flags.combine_thresholds(model, degrees, config.compute_dtype, config.reduce_dtype)
+    ranks = parallel_of(config).data_ranks(layout.num_nodes, layout.devices_per_node)
+    degrees = parse(config.strategy).resolve(ranks)
+    options = xla_flags.combine_thresholds(model, degrees, config.compute_dtype, config.reduce_dtype, config.tensor)
     return xla_flags.without(options, os.environ.get("XLA_FLAGS", ""))
 
 
@@ -149,7 +168,13 @@ def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
 
 def step_settings(config: TrainConfig) -> StepSettings:
     """How the step of these settings computes."""
-    return StepSettings(reduce_dtype=jnp.dtype(config.reduce_dtype), remat=Remat(config.remat), peel=config.peel)
+    return StepSettings(
+        reduce_dtype=jnp.dtype(config.reduce_dtype),
+        remat=Remat(config.remat),
+        peel=config.peel,
+        schedule=config.schedule,
+        virtual_stages=config.virtual_stages,
+    )
 
 
 def compile_step(job: Job) -> TrainStep:

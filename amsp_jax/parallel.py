@@ -62,14 +62,15 @@ class ModelParallel:
         inner = self.context * self.tensor
         if devices_per_node % inner:
             raise UserError(
-                f"TENSOR={self.tensor} x CONTEXT={self.context} = {inner} must divide the {devices_per_node} devices of "
-                f"a node, so that each group lies inside one; {_nearest(devices_per_node, inner)} would"
+                f"TENSOR={self.tensor} x CONTEXT={self.context} = {inner} must divide the {devices_per_node} devices "
+                f"of a node, so that each group lies inside one; {_nearest(devices_per_node, inner)} would"
             )
         per_stage = total // self.pipeline
         if per_stage % devices_per_node and devices_per_node % per_stage:
             raise UserError(
-                f"PIPELINE={self.pipeline} stages of {per_stage} devices fill neither whole nodes of {devices_per_node} "
-                f"nor equal parts of one; choose a PIPELINE that divides {num_nodes} nodes, or a multiple of {num_nodes}"
+                f"PIPELINE={self.pipeline} stages of {per_stage} devices fill neither whole nodes of "
+                f"{devices_per_node} nor equal parts of one; choose a PIPELINE that divides {num_nodes} nodes, or a "
+                f"multiple of {num_nodes}"
             )
         return DataRanks(min(per_stage, devices_per_node) // inner, max(1, per_stage // devices_per_node))
 

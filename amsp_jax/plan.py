@@ -74,7 +74,7 @@ class LeafPlan:
 
     @property
     def rank_shape(self) -> tuple[int, ...]:
-        """The shape that the model sees: true, but for a tensor rank's piece of the split dimension, padding included."""
+        """The shape that the model sees: true but for the split dimension, a tensor rank's piece of the padded one."""
         return _with(self.shape, self.split_dim, self.split_padded // dict(self.axis_size).get(TENSOR, 1))
 
     @property
@@ -282,7 +282,7 @@ def make_plan(
       compute_dtype: of gathered parameters.
       parallel: stages, context and tensor; none by default.
       splits: a `Split` or None in place of each parameter (`Model.splits()`); None: no parameter is split.
-      blocks: the number of the block that each parameter is of, -1 for none (`Model.block_numbers()`): what stages share.
+      blocks: the number of the block that each parameter is of, -1 for none (`Model.block_numbers()`); stages share them.
 
     Raises:
       UserError: the strategy does not fit the ranks, the devices are not as many, or a parameter has too few units for
@@ -396,10 +396,8 @@ def _plan_leaf(path: str, shape: tuple[int, ...], around: _Around, split: Split 
         everywhere = around.data.param + around.data.grad + around.opt + replica
         return LeafPlan(path, shape, None, 0, (), (), (), everywhere, around.sizes, notes, split_dim, split_padded)
     padded = split_padded if dim == split_dim else padded
-    data = around.data
-    return LeafPlan(
-        path, shape, dim, padded, data.param, data.grad, around.opt, replica, around.sizes, notes, split_dim, split_padded
-    )
+    axes = around.data.param, around.data.grad, around.opt, replica
+    return LeafPlan(path, shape, dim, padded, *axes, around.sizes, notes, split_dim, split_padded)
 
 
 def _choose_split(
@@ -413,8 +411,8 @@ def _choose_split(
     if padded is None and not split.replicate:
         most = max(split.units)
         raise UserError(
-            f"TENSOR={num_ranks} is more than the {most} {split.name} of {path} (dimension {split.dim}, {length} long); "
-            f"choose TENSOR={most} or fewer"
+            f"TENSOR={num_ranks} is more than the {most} {split.name} of {path} (dimension {split.dim}, {length} "
+            f"long); choose TENSOR={most} or fewer"
         )
     if padded is None:
         return None, 0, f"whole on each of {num_ranks} tensor ranks: it has {max(split.units)} {split.name}"

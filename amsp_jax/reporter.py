@@ -116,7 +116,7 @@ class Reporter:
 
     def _row(self, number: int, values: StepMetrics, step_time_s: float) -> TrainRow:
         tokens_per_s = self._batch.tokens / step_time_s
-        per_device = tokens_per_s / self._batch.num_ranks
+        per_device = tokens_per_s / self._batch.num_devices
         seq_len, numbers, peak = self._batch.seq_len, self._numbers, self._peak_flops
         flops = numbers.flops_per_token(seq_len) * per_device if numbers else None
         paper = numbers.flops_per_token_paper(seq_len) * per_device if numbers else None

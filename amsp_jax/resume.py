@@ -130,6 +130,11 @@ def proceed(job: Job, saved: Saved) -> TrainState:
     return saved.read()
 
 
+def _ranks_text(job: Job) -> str:
+    ranks, parallel = job.plan.degrees.ranks, job.plan.parallel
+    return str(ranks) if parallel.total == 1 else f"{ranks} of {parallel.total} devices ({parallel})"
+
+
 def meta_of(job: Job) -> dict[str, Any]:
     """What a checkpoint says of the run that wrote it."""
     return {
@@ -138,5 +143,5 @@ def meta_of(job: Job) -> dict[str, Any]:
         "steps": job.config.steps,
         "strategy": job.config.strategy,
         "data_fingerprint": dict(job.datasets.fingerprint),
-        "ranks": str(job.plan.degrees.ranks),
+        "ranks": _ranks_text(job),
     }

@@ -110,7 +110,9 @@ def as_options(flags: Iterable[str]) -> dict[str, str]:
     return {name: value.capitalize() if value in ("true", "false") else value for name, value in pairs}
 
 
-def combine_thresholds(model: Model, degrees: Degrees, compute_dtype: Any, reduce_dtype: Any) -> dict[str, str]:
+def combine_thresholds(
+    model: Model, degrees: Degrees, compute_dtype: Any, reduce_dtype: Any, tensor: int = 1
+) -> dict[str, str]:
     """Compiler options for GPUs: collectives are combined up to one block.
 
     Then the leaves of a block share one collective, and blocks are not merged: their collectives could not overlap
@@ -122,9 +124,10 @@ def combine_thresholds(model: Model, degrees: Degrees, compute_dtype: Any, reduc
       degrees: the resolved strategy.
       compute_dtype: of gathered parameters.
       reduce_dtype: of reduced gradients.
+      tensor: ranks that share each matrix.
     """
     _, blocks, head = model.split(model.abstract_params())
-    num_params = sum(x.size for x in jax.tree.leaves(blocks[0] if blocks else head))
+    num_params = sum(x.size for x in jax.tree.leaves(blocks[0] if blocks else head)) // tensor
     gather_bytes = num_params * jnp.dtype(compute_dtype).itemsize
     scatter_bytes = num_params // degrees.grads.total * jnp.dtype(reduce_dtype).itemsize
     return {
