@@ -16,7 +16,8 @@ dim.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +26,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from amsp_jax.errors import UserError
-from amsp_jax.parallel import CONTEXT
+from amsp_jax.parallel import CONTEXT, STAGE
 from amsp_jax.tensor import manual_size
 
 RING_ATTENTION = "ring_attention"
 """The `checkpoint_name` of the ring's result and its log-sum-exp: recomputed, they take a way around the ring more."""
+
+_Pair = tuple[jax.Array, jax.Array]
+"""Of keys and of values: themselves or their gradients."""
 
 
 def size() -> int:
@@ -61,13 +65,17 @@ def zigzag_inverse(seq_len: int, num_ranks: int) -> np.ndarray:
 
 
 def check_sequence(seq_len: int, num_context: int, num_tensor: int) -> None:
-    """Raises UserError unless each context rank gets two equal chunks, and each tensor rank an equal piece of them."""
+    """Checks that each context rank gets two equal chunks, and each tensor rank an equal piece of those.
+
+    Raises:
+      UserError: not so; with the nearest lengths that do.
+    """
     unit = num_context * math.lcm(2 if num_context > 1 else 1, num_tensor)
     if seq_len % unit == 0:
         return
-    nearest = sorted({max(1, seq_len // unit) * unit, (seq_len // unit + 1) * unit})
+    nearest = [n for n in (seq_len // unit * unit, (seq_len // unit + 1) * unit) if n]
     raise UserError(
-        f"SEQ_LEN={seq_len} does not divide between CONTEXT={num_context} ranks of two chunks each and "
+        f"SEQ_LEN={seq_len} does not divide between CONTEXT={num_context} (two chunks a rank, if more than one) x "
         f"TENSOR={num_tensor}: it must be a multiple of {unit}; choose {' or '.join(map(str, nearest))}"
     )
 
@@ -90,7 +98,7 @@ def ring_attention(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> j
     """Causal attention of a sequence in zigzag order, in q's dtype: [B, S, N, H]. N is a multiple of K.
 
     Scores, statistics and sums are float32. Backward, keys and values travel once more, their gradients with them, so
-    that no rank ever holds more of the sequence than its own part and one other's.
+    that no rank ever holds more of the sequence than its own part and two others', one of them on its way.
     """
     batch, seq_len, num_heads, head_dim = q_BSNH.shape
     grouped_BSKGH = q_BSNH.reshape(batch, seq_len, k_BSKH.shape[2], -1, head_dim)
@@ -106,11 +114,10 @@ def _ring(q_BKGSH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array) -> jax.Array
 
 
 def _ring_forward(q_BKGSH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    kv = k_BKSH, v_BKSH
-    result = _attend(q_BKGSH, *kv, causal=True)
-    for step in range(1, size()):
-        kv = _pass_on(kv)
-        result = result.merge(_attend_to_other(q_BKGSH, *kv, is_earlier=rank() >= step))
+    def meet(result: _Partial, kv: _Pair, step: jax.Array) -> _Partial:
+        return result.merge(_attend_to_other(q_BKGSH, *kv, is_earlier=rank() >= step))
+
+    result = _around(meet, _attend(q_BKGSH, k_BKSH, v_BKSH, causal=True), (k_BKSH, v_BKSH))
     out_BKGSH = checkpoint_name(result.out_BKGSH.astype(q_BKGSH.dtype), RING_ATTENTION)
     log_sum_BKGS = checkpoint_name(result.log_sum_BKGS, RING_ATTENTION)
     return out_BKGSH, (q_BKGSH, k_BKSH, v_BKSH, out_BKGSH, log_sum_BKGS)
@@ -120,26 +127,49 @@ def _ring_backward(residuals: tuple[jax.Array, ...], grad_BKGSH: jax.Array) -> t
     q_BKGSH, k_BKSH, v_BKSH, out_BKGSH, log_sum_BKGS = residuals
     delta_BKGS = jnp.sum(out_BKGSH.astype(jnp.float32) * grad_BKGSH.astype(jnp.float32), axis=-1)
     queries = _Queries(q_BKGSH, grad_BKGSH, log_sum_BKGS, delta_BKGS)
-    own = _gradients(queries, k_BKSH, v_BKSH, causal=True)
-    grad_q, kv = own.q, (k_BKSH, v_BKSH)
-    travelling = jnp.zeros_like(own.k), jnp.zeros_like(own.v)
-    for step in range(1, size()):
-        kv = _pass_on(kv)
+    # Or XLA merges the first hop with that of the forward pass, and keeps until now what arrived then.
+    k_BKSH, v_BKSH, _ = lax.optimization_barrier((k_BKSH, v_BKSH, delta_BKGS))
+
+    def meet(so_far: tuple[jax.Array, _Pair], kv: _Pair, step: jax.Array) -> tuple[jax.Array, _Pair]:
+        # The gradients of keys and values travel with them, and start with those of their own rank.
+        grad_q, grad_kv = so_far[0], _pass_on(so_far[1])
         more = _gradients_of_other(queries, *kv, is_earlier=rank() >= step)
-        grad_q = grad_q + more.q
-        # The last step meets the keys of the next rank: with one hop more each gradient is at home.
-        travelling = _pass_on((travelling[0] + more.k, travelling[1] + more.v))
-    grads = grad_q, own.k + travelling[0], own.v + travelling[1]
-    return tuple(grad.astype(x.dtype) for grad, x in zip(grads, residuals, strict=False))
+        return grad_q + more.q, (grad_kv[0] + more.k, grad_kv[1] + more.v)
+
+    own = _gradients(queries, k_BKSH, v_BKSH, causal=True)
+    grad_q, grad_kv = _around(meet, (own.q, (own.k, own.v)), (k_BKSH, v_BKSH))
+    # The last step met the keys of the next rank: one hop more, and each gradient is at home.
+    grad_k, grad_v = _pass_on(grad_kv)
+    return grad_q.astype(q_BKGSH.dtype), grad_k.astype(k_BKSH.dtype), grad_v.astype(v_BKSH.dtype)
 
 
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-def _pass_on(tree: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _around(meet: Callable[[Any, _Pair, jax.Array], Any], so_far: Any, kv: _Pair) -> Any:
+    """`so_far = meet(so_far, kv, step)` for steps 1 to c - 1, while the next keys and values are on their way.
+
+    In `step` rank r has those of rank r - step, which is the earlier of the two if r >= step.
+    """
+
+    def body(state: tuple[Any, _Pair], step: jax.Array) -> tuple[tuple[Any, _Pair], None]:
+        so_far, kv = state
+        coming = _pass_on(kv)
+        return (meet(so_far, kv, step), coming), None
+
+    # A loop, and so one step after the other: unrolled, the scores of all steps were alive at once.
+    steps = jnp.arange(1, size(), dtype=jnp.int32)
+    (so_far, kv), _ = lax.scan(body, (so_far, _pass_on(kv)), steps[:-1])
+    return meet(so_far, kv, steps[-1])
+
+
+def _pass_on(tree: _Pair) -> _Pair:
     """To the next rank; after `step` hops rank r has what rank r - step had, which is earlier if r >= step."""
-    ring = [(r, (r + 1) % size()) for r in range(size())]
-    return lax.ppermute(tree[0], CONTEXT, ring), lax.ppermute(tree[1], CONTEXT, ring)
+    if manual_size(STAGE) == 1:
+        return lax.ppermute(tree, CONTEXT, [(r, (r + 1) % size()) for r in range(size())])
+    # A permute is one meeting of all devices of the mesh, and stages of a pipeline may be at different work.
+    before = (rank() - 1) % size()
+    return jax.tree.map(lambda x: lax.all_gather(x, CONTEXT)[before], tree)
 
 
 class _Partial(NamedTuple):

@@ -282,7 +282,7 @@ def make_plan(
       compute_dtype: of gathered parameters.
       parallel: stages, context and tensor; none by default.
       splits: a `Split` or None in place of each parameter (`Model.splits()`); None: no parameter is split.
-      blocks: the number of the block that each parameter is of, -1 for none (`Model.block_numbers()`); stages share them.
+      blocks: number of the block of each parameter, -1 for none (`Model.block_numbers()`); stages share them.
 
     Raises:
       UserError: the strategy does not fit the ranks, the devices are not as many, or a parameter has too few units for

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from amsp_jax.collectives import GATHERED, gather
+from amsp_jax.context import RING_ATTENTION
 from amsp_jax.model import Batch, Params, Part
 from amsp_jax.plan import LeafPlan
 
@@ -40,7 +41,7 @@ def policy(remat: Remat) -> Callable[..., Any]:
         return jax.checkpoint_policies.nothing_saveable
     if remat is Remat.NONE:
         return _all_but_gathered
-    names = jax.checkpoint_policies.save_only_these_names(*PROJECTIONS)
+    names = jax.checkpoint_policies.save_only_these_names(*PROJECTIONS, RING_ATTENTION)
     # The fused kernel's own outputs, its softmax statistics included: or its forward would run twice.
     return jax.checkpoint_policies.save_from_both_policies(names, _is_fused_attention)
 
