@@ -163,13 +163,14 @@ def _around(meet: Callable[[Any, _Pair, jax.Array], Any], so_far: Any, kv: _Pair
     return meet(so_far, kv, steps[-1])
 
 
-def _pass_on(tree: _Pair) -> _Pair:
-    """To the next rank; after `step` hops rank r has what rank r - step had, which is earlier if r >= step."""
+def _pass_on(pair: _Pair) -> _Pair:
+    """To the next rank, and from the one before."""
     if manual_size(STAGE) == 1:
-        return lax.ppermute(tree, CONTEXT, [(r, (r + 1) % size()) for r in range(size())])
-    # A permute is one meeting of all devices of the mesh, and stages of a pipeline may be at different work.
+        ring = [(r, (r + 1) % size()) for r in range(size())]
+        return lax.ppermute(pair[0], CONTEXT, ring), lax.ppermute(pair[1], CONTEXT, ring)
+    # A permute is one meeting of all devices of the mesh, and the stages of a pipeline may be at different work.
     before = (rank() - 1) % size()
-    return jax.tree.map(lambda x: lax.all_gather(x, CONTEXT)[before], tree)
+    return lax.all_gather(pair[0], CONTEXT)[before], lax.all_gather(pair[1], CONTEXT)[before]
 
 
 class _Partial(NamedTuple):
