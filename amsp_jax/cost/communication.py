@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from amsp_jax.collectives import reduction_steps
 from amsp_jax.mesh import level
 from amsp_jax.model import Model, Params
+from amsp_jax.parallel import CONTEXT, STAGE, TENSOR
 from amsp_jax.plan import LeafPlan
 from amsp_jax.strategy import Degree
 
@@ -35,6 +36,12 @@ class Phase(StrEnum):
     """Each microbatch, after the part's backward pass: gradients over the param and grad axes."""
     END = "end"
     """Once, after the last backward pass: accumulated gradients over the opt and replica axes."""
+    TENSOR = "tensor"
+    """Inside each half of a block: the sequence over the tensor axis (`model_axes`)."""
+    CONTEXT = "context"
+    """Inside attention: keys and values around the context axis."""
+    SEND = "send"
+    """Each tick of a pipeline: what flows between stages."""
 
 
 ONCE = (Phase.START, Phase.END)
@@ -69,13 +76,17 @@ class WireDtypes:
     reduce: jnp.dtype
 
 
-def collectives(leaf: LeafPlan, wire: WireDtypes, regathers: bool) -> list[Collective]:
+ONE = Degree(1, 1)
+
+
+def collectives(leaf: LeafPlan, wire: WireDtypes, regathers: bool, stages: Degree = ONE) -> list[Collective]:
     """One leaf's collectives: those of once a step, and those of one microbatch.
 
     Args:
       leaf: its plan.
       wire: dtypes on the wire.
       regathers: whether the backward pass gathers again: in blocks, not in embedding and head.
+      stages: how many stages lie in a node, times how many nodes they span.
     """
     p, g, o = leaf.param_axes, leaf.grad_axes, leaf.opt_axes
     gather, reduce = wire.gather.itemsize, wire.reduce.itemsize
@@ -88,33 +99,47 @@ def collectives(leaf: LeafPlan, wire: WireDtypes, regathers: bool) -> list[Colle
         before += axes
     wanted.append(("reduce-scatter", o, p + g, reduce, Phase.END))
     wanted.append(("all-reduce", leaf.replica_axes, p + g + o, reduce, Phase.END))
-    return [_collective(leaf, *one) for one in wanted if one[1]]
+    return [_collective(leaf, *one, stages) for one in wanted if one[1]]
 
 
 def _collective(
-    leaf: LeafPlan, kind: str, axes: tuple[str, ...], outside: tuple[str, ...], item_bytes: int, phase: Phase
+    leaf: LeafPlan,
+    kind: str,
+    axes: tuple[str, ...],
+    outside: tuple[str, ...],
+    item_bytes: int,
+    phase: Phase,
+    stages: Degree,
 ) -> Collective:
     """Over `axes`, of the part that is left when the leaf is split over `outside`."""
     whole = leaf.shard_shape(outside)
     result = leaf.shard_shape(outside + axes) if kind == "reduce-scatter" else whole
-    group = group_of(axes, dict(leaf.axis_size))
+    group = group_of(axes, dict(leaf.axis_size), stages)
     return Collective(kind, axes, group, result, math.prod(whole) * item_bytes, phase)
 
 
-def group_of(axes: Sequence[str], sizes: dict[str, int]) -> Degree:
-    """How many ranks of a node, times how many nodes, a collective over `axes` brings together."""
+def group_of(axes: Sequence[str], sizes: dict[str, int], stages: Degree = ONE) -> Degree:
+    """How many ranks of a node, times how many nodes, a collective over `axes` brings together.
+
+    Context and tensor lie inside a node; stages where `stages` says.
+    """
     by_level = {"intra": 1, "inter": 1}
     for axis in axes:
-        by_level[level(axis)] *= sizes[axis]
+        if axis == STAGE:
+            by_level["intra"] *= stages.intra
+            by_level["inter"] *= stages.inter
+        else:
+            by_level["intra" if axis in (CONTEXT, TENSOR) else level(axis)] *= sizes[axis]
     return Degree(**by_level)
 
 
 @dataclasses.dataclass(frozen=True)
 class PartPlan:
-    """A part's leaves, and whether its backward pass gathers them again."""
+    """A part's leaves, whether its backward pass gathers them again, and where stages lie."""
 
     leaves: tuple[LeafPlan, ...]
     regathers: bool
+    stages: Degree = ONE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,22 +153,34 @@ class PartPlans:
         return (self.parts[kind] for kind in self.order)
 
 
-def part_plans(model: Model, leaves: Params, block_order: Sequence[int]) -> PartPlans:
+def part_plans(model: Model, leaves: Params, block_order: Sequence[int], stages: Degree = ONE) -> PartPlans:
     """Embedding, blocks and head of a plan's leaves.
+
+    Blocks are given to their stages in an exchange of their own (`model_axes.exchanges`), and are here as a stage has
+    them then: spread over no stages.
 
     Args:
       model: whose `split` knows the tree; each distinct block once.
       leaves: `Plan.leaves` for it.
       block_order: for each block of the real model, which of them.
+      stages: how many lie in a node, times how many nodes they span.
     """
     embed, blocks, head = model.split(leaves)
+    blocks = jax.tree.map(_on_its_stage, blocks)
     # A model without blocks is one rematerialised head.
-    parts = (_part(embed, False), *(_part(block, True) for block in blocks), _part(head, not model.blocks))
+    ends = _part(embed, False, stages), _part(head, not model.blocks, stages)
+    parts = (ends[0], *(_part(block, True, stages) for block in blocks), ends[1])
     return PartPlans(parts, (0, *(1 + kind for kind in block_order), len(parts) - 1))
 
 
-def _part(leaves: Params, regathers: bool) -> PartPlan:
-    return PartPlan(tuple(jax.tree.leaves(leaves)), regathers)
+def _on_its_stage(leaf: LeafPlan) -> LeafPlan:
+    if STAGE not in leaf.opt_axes:
+        return leaf
+    return dataclasses.replace(leaf, opt_axes=tuple(axis for axis in leaf.opt_axes if axis != STAGE))
+
+
+def _part(leaves: Params, regathers: bool, stages: Degree) -> PartPlan:
+    return PartPlan(tuple(jax.tree.leaves(leaves)), regathers, stages)
 
 
 def step_collectives(parts: PartPlans, wire: WireDtypes, accumulation: int) -> dict[Collective, int]:
@@ -160,7 +197,7 @@ def step_collectives(parts: PartPlans, wire: WireDtypes, accumulation: int) -> d
     for kind, part in enumerate(parts.parts):
         uses = parts.order.count(kind)
         for leaf in part.leaves:
-            for collective in collectives(leaf, wire, part.regathers):
+            for collective in collectives(leaf, wire, part.regathers, part.stages):
                 counts[collective] += uses * (1 if collective.phase in ONCE else accumulation)
     return dict(counts)
 
@@ -169,7 +206,7 @@ def messages(part: PartPlan, wire: WireDtypes) -> list[Collective]:
     """A part's collectives with its leaves combined: one for each phase, kind and set of axes, in order."""
     joined: dict[tuple[Phase, str, tuple[str, ...]], Collective] = {}
     for leaf in part.leaves:
-        for one in collectives(leaf, wire, part.regathers):
+        for one in collectives(leaf, wire, part.regathers, part.stages):
             key = one.phase, one.kind, one.axes
             num_bytes = one.num_bytes + (joined[key].num_bytes if key in joined else 0)
             joined[key] = dataclasses.replace(one, shape=(), num_bytes=num_bytes)

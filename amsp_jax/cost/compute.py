@@ -9,9 +9,10 @@ import optax
 
 from amsp_jax.cluster import Rates
 from amsp_jax.cost.memory import GRAD_BYTES
+from amsp_jax.cost.ranks import WHOLE, Share
 from amsp_jax.cost.sketch import Sketch
 from amsp_jax.cost.storage import leaf_counts, stored_opt_state
-from amsp_jax.cost.trace import ModelTrace, PartTrace, Work
+from amsp_jax.cost.trace import Matmul, ModelTrace, PartTrace, Work
 from amsp_jax.plan import MASTER_BYTES, LeafPlan, Plan
 
 
@@ -37,17 +38,37 @@ def _all_parts(sketch: Sketch, trace: ModelTrace) -> list[PartTrace]:
     return [trace.embed, *(trace.blocks[kind] for kind in sketch.order), trace.head]
 
 
-def seconds(work: Work, rates: Rates, dtype: str) -> float:
+def seconds(work: Work, rates: Rates, dtype: str, share: Share = WHOLE) -> float:
     """Of a part's kernels one after another, with nothing beside them.
 
     Args:
       work: of its forward or backward pass.
       rates: of the device.
       dtype: name of the compute dtype, as in `Rates.matmul`.
+      share: what of the work a rank has; its products are smaller, and as slow as the rates say of their sizes.
     """
-    matmuls = sum(m.flops / rates.matmul_flops_per_s(dtype, m.m, m.k, m.n) for m in work.matmuls)
+    matmuls = sum(_product_seconds(matmul, rates, dtype, share) for matmul in work.matmuls)
+    others = share.others * work.memory_bytes / rates.memory_bytes_per_s
+    return matmuls + _kernel_seconds(work, rates, share) + others
+
+
+def attention_seconds(work: Work, rates: Rates, dtype: str, share: Share = WHOLE) -> float:
+    """Of attention alone, fused or as products; arguments as of `seconds`."""
+    scores = sum(_product_seconds(matmul, rates, dtype, share) for matmul in work.matmuls if matmul.batch > 1)
+    return _kernel_seconds(work, rates, share) + scores
+
+
+def _kernel_seconds(work: Work, rates: Rates, share: Share) -> float:
     pairs = zip(work.attention_flops, rates.attention_flops_per_s, strict=True)
-    return matmuls + sum(count / rate for count, rate in pairs) + work.memory_bytes / rates.memory_bytes_per_s
+    return sum(share.attention * count / rate for count, rate in pairs)
+
+
+def _product_seconds(matmul: Matmul, rates: Rates, dtype: str, share: Share) -> float:
+    """Products with weights have no batch; those of scores do, and a rank has fewer of them as well as smaller ones."""
+    flops, size = (share.scores, share.scores_size) if matmul.batch > 1 else (share.products, share.products)
+    # A rate depends on no more of a product than its size.
+    rate = rates.matmul_flops_per_s(dtype, matmul.m, matmul.k, max(1, round(matmul.n * size)))
+    return flops * matmul.flops / rate
 
 
 def optimizer_seconds(sketch: Sketch, plan: Plan, optimizer: optax.GradientTransformation, rates: Rates) -> float:

@@ -117,7 +117,7 @@ def estimate(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stage:
+class PartBytes:
     """A part of the model and its bytes.
 
     Attributes:
@@ -135,7 +135,7 @@ class _Stage:
     grads: int
 
     @classmethod
-    def of(cls, trace: PartTrace, leaves: Params, item_bytes: int, wire_bytes: int) -> _Stage:
+    def of(cls, trace: PartTrace, leaves: Params, item_bytes: int, wire_bytes: int) -> PartBytes:
         """Of a part's planned leaves; bytes of a value of gathered parameters, and of a gradient on the wire."""
         plans: list[LeafPlan] = jax.tree.leaves(leaves)
         return cls(
@@ -148,7 +148,8 @@ class _Stage:
 
 
 def _num_values(leaf: LeafPlan) -> int:
-    return math.prod(leaf.storage_shape)
+    """Of a tensor rank, padding included."""
+    return math.prod(leaf.shard_shape(()))
 
 
 class _Moments:
@@ -159,11 +160,12 @@ class _Moments:
     ) -> None:
         embed, blocks, head = sketch.model.split(plan.leaves)
         sizes = plan.compute_dtype.itemsize, jnp.dtype(settings.reduce_dtype).itemsize
-        kinds = [_Stage.of(block, leaves, *sizes) for block, leaves in zip(trace.blocks, blocks, strict=True)]
-        self.embed, self.head = _Stage.of(trace.embed, embed, *sizes), _Stage.of(trace.head, head, *sizes)
+        kinds = [PartBytes.of(block, leaves, *sizes) for block, leaves in zip(trace.blocks, blocks, strict=True)]
+        self.embed, self.head = PartBytes.of(trace.embed, embed, *sizes), PartBytes.of(trace.head, head, *sizes)
         self.backwards = [kinds[kind] for kind in reversed(sketch.order)]
         self.window = reduction_window(blocks)
         self.accumulates, self.tied, self.axes = accumulation > 1, sketch.model.tied, plan.axes
+        self.has_replicas = bool(self.axes.replica) or plan.parallel.context > 1
         peels = settings.peel and bool(self.axes.grad or self.axes.opt or self.axes.replica)
         # The zeros of the peeled microbatches are one array, alive across the loop, which has its own.
         zeros = sum(_num_values(leaf) for leaf in jax.tree.leaves(embed)) * GRAD_BYTES
@@ -209,7 +211,7 @@ class _Moments:
             "reductions": full + self.zeros,
         }
 
-    def _waiting(self, before: Sequence[_Stage]) -> tuple[int, int]:
+    def _waiting(self, before: Sequence[PartBytes]) -> tuple[int, int]:
         """Bytes of operands of parameter gradients, and of gradients that are not reduced, of what has run backward.
 
         Without reductions nothing presses, and all operands wait; those of a tied table, whose gradient is complete
@@ -228,5 +230,5 @@ class _Moments:
         """
         return {
             "grads": self.grads + (self.opt_grads if self.axes.opt and self.accumulates else 0),
-            "reductions": self.flat_grads if self.axes.replica else 0,
+            "reductions": self.flat_grads if self.has_replicas else 0,
         }

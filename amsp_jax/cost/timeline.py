@@ -28,12 +28,16 @@ class PartTimes:
       forward_s, backward_s: compute of one microbatch, recomputation in the latter.
       messages_s: for each phase the seconds of its collectives, which run one after another.
       accumulate_s: compute that adds the gradients of a microbatch to those before it.
+      inline_forward_s, inline_backward_s: of `forward_s` and `backward_s`, what is no computing but collectives that
+        the part itself waits for: those over tensor and context.
     """
 
     forward_s: float
     backward_s: float
     messages_s: dict[Phase, tuple[float, ...]]
     accumulate_s: float = 0.0
+    inline_forward_s: float = 0.0
+    inline_backward_s: float = 0.0
 
     def phase_s(self, phase: Phase) -> float:
         """Of all its collectives of a phase."""
@@ -87,6 +91,7 @@ class Timeline:
       exposed_s: compute waited for a collective.
       events: if recorded, of the microbatches that were simulated: the first, one of the loop, the last.
       num_loop_trips: for how many trips the loop's one stands.
+      bubble_s: a pipeline's slowest stage had nothing to do.
     """
 
     step_s: float
@@ -95,6 +100,16 @@ class Timeline:
     exposed_s: float
     events: tuple[Event, ...]
     num_loop_trips: int
+    bubble_s: float = 0.0
+
+    def with_inline(self, inline_s: float) -> Timeline:
+        """The same, with seconds that were simulated as computing told as waiting for collectives."""
+        return dataclasses.replace(
+            self,
+            compute_s=self.compute_s - inline_s,
+            communication_s=self.communication_s + inline_s,
+            exposed_s=self.exposed_s + inline_s,
+        )
 
 
 def simulate(times: StepTimes, accumulation: int, peel: bool, record: bool = False) -> Timeline:

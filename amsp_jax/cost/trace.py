@@ -74,6 +74,7 @@ class PartTrace:
         head: of forward and backward together.
       pending_bytes: those operands, all of which a scheduler may keep until the products are run.
       output_bytes: of what flows to the next part.
+      attended_bytes: of the keys and values that its attention reads.
     """
 
     forward: Work
@@ -82,6 +83,7 @@ class PartTrace:
     backward_bytes: int
     pending_bytes: int
     output_bytes: int
+    attended_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -247,6 +249,7 @@ def _trace(
         backward_bytes=backward_bytes,
         pending_bytes=pending_bytes,
         output_bytes=_sum_bytes(results),
+        attended_bytes=_attended_bytes(ahead),
     )
     return part, output
 
@@ -277,6 +280,18 @@ def _work(program: Program) -> Work:
         sum(map(_attention_flops, (op for op in attention if way in op.name))) for way in ("fwd", "bwd")
     )
     return Work(matmuls, (forward, 2 * backward), traffic_bytes(program))
+
+
+def _attended_bytes(program: Program) -> int:
+    """The second operand of scores and of their product with the values: products with batch dimensions; or a kernel's
+    keys and values."""
+    total = 0
+    for op in program.operations:
+        if op.name == "dot_general" and op.params["dimension_numbers"][1][0]:
+            total += op.repeats * min(value.num_bytes for value in op.inputs[:2])
+        elif "dot_product_attention" in op.name:
+            total += op.repeats * sum(value.num_bytes for value in op.inputs[1:3])
+    return total
 
 
 def _matmul(operation: Operation) -> Matmul:

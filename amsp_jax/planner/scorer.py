@@ -10,22 +10,29 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from amsp_jax.cluster import Cluster, Network, Rates
-from amsp_jax.cost import compute, memory
+from amsp_jax.cost import compute, memory, model_axes, stage_memory
 from amsp_jax.cost.communication import ONCE, Collective, PartPlans, Phase, WireDtypes, messages, part_plans
 from amsp_jax.cost.memory import MemoryEstimate
 from amsp_jax.cost.papers import amsp
+from amsp_jax.cost.ranks import Share, rank_trace, shares
 from amsp_jax.cost.sketch import Sketch
 from amsp_jax.cost.storage import leaf_counts
+from amsp_jax.cost.ticks import Chunks, OnceTimes, pipeline_timeline, tick_counts
 from amsp_jax.cost.timeline import PartTimes, StepTimes, Timeline, simulate
 from amsp_jax.cost.trace import ModelTrace, trace_model
 from amsp_jax.errors import UserError
+from amsp_jax.model import Params
+from amsp_jax.parallel import ModelParallel
 from amsp_jax.plan import LeafPlan, Plan, make_plan
 from amsp_jax.planner.types import Candidate, Estimate, Objective, Workload, strategy_of
+from amsp_jax.schedule import Schedule
 from amsp_jax.stack import Remat, reduction_window
 from amsp_jax.step import StepSettings
-from amsp_jax.strategy import Degrees, parse
+from amsp_jax.strategy import DataRanks, Degree, Degrees, parse
 
 MEASURED = "measured"
+ALONE = ModelParallel()
+"""A model that is not cut."""
 # The paper does not say its size; its choice for 7B is the same from 64 MiB to 1 GiB (tests/test_papers.py).
 _PAPER_BUCKET_BYTES = 512 * 2**20
 
@@ -72,35 +79,87 @@ class Scorer:
 
     @functools.cache  # noqa: B019  a scorer lives as long as one search
     def trace(self, microbatch: int, remat: Remat) -> ModelTrace:
-        """The model at this microbatch."""
+        """The model at this microbatch, whole."""
         return trace_model(self.sketch, microbatch, self.workload.seq_len, remat, self.workload.compute_dtype)
 
     @functools.cache  # noqa: B019
-    def plan(self, degrees: Degrees) -> Plan:
-        """Of the sketch: each distinct block once."""
-        return make_plan(strategy_of(degrees), self._abstract_params, degrees.ranks, None, self.workload.compute_dtype)
+    def _rank_trace(self, microbatch: int, remat: Remat, inner: ModelParallel) -> ModelTrace:
+        return rank_trace(self.trace(microbatch, remat), inner)
 
     @functools.cache  # noqa: B019
-    def parts(self, degrees: Degrees) -> PartPlans:
+    def plan(self, degrees: Degrees, parallel: ModelParallel = ALONE) -> Plan:
+        """Of the sketch: each distinct block once.
+
+        Raises:
+          UserError: the model does not split over the tensor or context ranks.
+        """
+        splits, dtype = self._splits(parallel), self.workload.compute_dtype
+        return make_plan(
+            strategy_of(degrees), self._abstract_params, degrees.ranks, None, dtype, parallel=parallel, splits=splits
+        )
+
+    def _splits(self, parallel: ModelParallel) -> Params | None:
+        splits = self.sketch.model.splits()
+        if splits is None and parallel.tensor * parallel.context > 1:
+            raise UserError(
+                f"{parallel}: {self.sketch.model.name} does not say how its parameters are split (Part.splits); leave "
+                "TENSOR and CONTEXT at 1"
+            )
+        return splits
+
+    @functools.cache  # noqa: B019
+    def parts(self, degrees: Degrees, parallel: ModelParallel = ALONE) -> PartPlans:
         """The model's parts under these degrees."""
-        return part_plans(self.sketch.model, self.plan(degrees).leaves, self.sketch.order)
+        leaves = self.plan(degrees, parallel).leaves
+        return part_plans(self.sketch.model, leaves, self.sketch.order, self._stages(parallel))
+
+    def _stages(self, parallel: ModelParallel) -> Degree:
+        return model_axes.stage_group(parallel, self.cluster.num_nodes, self.cluster.devices_per_node)
 
     @functools.cache  # noqa: B019
-    def _messages(self, degrees: Degrees) -> list[list[tuple[Collective, float]]]:
-        """For each distinct part its messages, with their seconds."""
+    def _messages(self, degrees: Degrees, parallel: ModelParallel) -> list[list[tuple[Collective, float]]]:
+        """For each distinct part the messages of its states, with their seconds."""
+        parts, stages = self.parts(degrees, parallel).parts, self._stages(parallel)
+        found = [messages(part, self.wire) for part in parts]
+        if parallel.pipeline > 1:
+            for some, part in zip(found[1:-1], parts[1:-1], strict=True):
+                values = sum(leaf.num_opt_shard for leaf in part.leaves if leaf.dim is not None)
+                some += model_axes.exchanges(values, self.wire.gather.itemsize, self.wire.reduce.itemsize, stages)
+        return [[(message, model_axes.seconds(self.network, message)) for message in some] for some in found]
+
+    @functools.cache  # noqa: B019
+    def _inner_messages(self, microbatch: int, remat: Remat, inner: ModelParallel) -> list[list[model_axes.Repeated]]:
+        """For each distinct part what its passes send over tensor and context."""
+        whole, own = self.trace(microbatch, remat), self._rank_trace(microbatch, remat, inner)
+        flows = whole.embed.output_bytes
         return [
-            [(m, self.network.seconds(m.kind, m.num_bytes, m.group)) for m in messages(part, self.wire)]
-            for part in self.parts(degrees).parts
+            model_axes.embed_messages(flows, inner),
+            *(model_axes.block_messages(flows, block.attended_bytes, inner, remat) for block in own.blocks),
+            model_axes.head_messages(flows, inner),
         ]
 
     @functools.cache  # noqa: B019
-    def _compute_seconds(self, microbatch: int, remat: Remat) -> list[tuple[float, float]]:
-        """For each distinct part the seconds of its forward and its backward pass."""
+    def _computed(self, microbatch: int, remat: Remat, inner: ModelParallel) -> list[PartTimes]:
+        """For each distinct part the seconds of its passes, without what its states cause."""
         trace, dtype = self.trace(microbatch, remat), jnp.dtype(self.workload.compute_dtype).name
-        return [
-            (compute.seconds(part.forward, self.rates, dtype), compute.seconds(part.backward, self.rates, dtype))
-            for part in (trace.embed, *trace.blocks, trace.head)
-        ]
+        shares = self._shares(inner)
+        found = []
+        for part, share, sent in zip(
+            (trace.embed, *trace.blocks, trace.head),
+            shares,
+            self._inner_messages(microbatch, remat, inner),
+            strict=True,
+        ):
+            ahead, back = (compute.seconds(work, self.rates, dtype, share) for work in (part.forward, part.backward))
+            beside = [compute.attention_seconds(w, self.rates, dtype, share) for w in (part.forward, part.backward)]
+            inline = model_axes.inline_seconds(self.network, sent, *beside)
+            found.append(PartTimes(ahead + inline[0], back + inline[1], {}, 0.0, *inline))
+        return found
+
+    @functools.cache  # noqa: B019
+    def _shares(self, inner: ModelParallel) -> tuple[Share, ...]:
+        leaves = self.plan(parse("ddp").resolve(DataRanks(1)), inner).leaves
+        return shares(self.sketch.model, leaves, inner)
 
     @functools.cache  # noqa: B019
     def _flops(self, microbatch: int, remat: Remat) -> compute.Flops:
@@ -110,24 +169,36 @@ class Scorer:
         """Of the step that would run."""
         return StepSettings(reduce_dtype=self.workload.reduce_dtype, remat=candidate.remat, peel=self.workload.peel)
 
+    def schedule(self, candidate: Candidate) -> Schedule:
+        """Of its pipeline.
+
+        Raises:
+          UserError: its microbatches do not fill it.
+        """
+        accumulation = candidate.accumulation(self.workload.global_batch)
+        return Schedule(candidate.schedule, candidate.parallel.pipeline, candidate.virtual_stages, accumulation)
+
     @functools.cache  # noqa: B019
     def memory(self, candidate: Candidate) -> MemoryEstimate:
         """Bytes of one device, by part."""
-        return memory.estimate(
-            self.sketch,
-            self.plan(candidate.degrees),
-            self.trace(candidate.microbatch, candidate.remat),
-            self.workload.optimizer,
-            self.settings(candidate),
-            candidate.accumulation(self.workload.global_batch),
-        )
+        plan, optimizer, settings = (
+            self.plan(candidate.degrees, candidate.parallel), self.workload.optimizer, self.settings(candidate),
+        )  # fmt: skip
+        trace = self._rank_trace(candidate.microbatch, candidate.kept, candidate.inner)
+        if candidate.parallel.pipeline > 1:
+            return stage_memory.estimate(self.sketch, plan, trace, optimizer, settings, self.schedule(candidate))
+        accumulation = candidate.accumulation(self.workload.global_batch)
+        return memory.estimate(self.sketch, plan, trace, optimizer, settings, accumulation)
 
     def estimate(self, candidate: Candidate, record: bool = False) -> Estimate:
-        """Everything that is predicted of a candidate; with the events of its timeline if `record`."""
+        """Everything that is predicted of a candidate; with the events of its timeline if `record`.
+
+        A pipeline's timeline has no events: its ticks are counted, not simulated.
+        """
         accumulation = candidate.accumulation(self.workload.global_batch)
-        timeline = simulate(self._step_times(candidate), accumulation, self._peels(candidate.degrees), record)
+        timeline = self._timeline(candidate, record)
         costs = self.message_costs(candidate)
-        tokens = self.workload.global_batch * self.workload.seq_len / candidate.degrees.ranks.total
+        tokens = self.workload.global_batch * self.workload.seq_len / candidate.num_devices
         rate = tokens / timeline.step_s
         mfu, hfu = self._utilisation(candidate, rate)
         terms = {phase: sum(c.count * c.seconds for c in costs if c.message.phase is phase) for phase in Phase}
@@ -143,6 +214,41 @@ class Scorer:
             hfu=hfu,
             unmeasured=tuple(sorted({f"{c.message.kind} {c.message.group}" for c in costs if c.basis != MEASURED})),
         )
+
+    def _timeline(self, candidate: Candidate, record: bool) -> Timeline:
+        times = self._step_times(candidate)
+        if candidate.parallel.pipeline > 1:
+            return self._pipelined(candidate, times)
+        accumulation = candidate.accumulation(self.workload.global_batch)
+        timeline = simulate(times, accumulation, self._peels(candidate), record)
+        inline = sum(part.inline_forward_s + part.inline_backward_s for part in times.parts)
+        return timeline.with_inline(accumulation * inline) if inline else timeline
+
+    def _pipelined(self, candidate: Candidate, times: StepTimes) -> Timeline:
+        schedule, chunks = self.schedule(candidate), self._chunks(candidate)
+        local = [times.parts[0], *(times.parts[1 + block] for block in chunks.fullest), times.parts[-1]]
+        start_s, end_s = (sum(part.phase_s(phase) for part in local) for phase in (Phase.START, Phase.END))
+        once = OnceTimes(start_s, end_s, times.optimizer_s)
+        send_s = model_axes.seconds(self.network, self._send(candidate))
+        return pipeline_timeline(schedule, chunks, times.parts, once, send_s, self.rates.overlap_slowdown)
+
+    def _chunks(self, candidate: Candidate) -> Chunks:
+        return Chunks.of(len(self.sketch.order), candidate.parallel.pipeline, candidate.virtual_stages)
+
+    def _send(self, candidate: Candidate) -> Collective:
+        flows = self.trace(candidate.microbatch, candidate.kept).embed.output_bytes
+        return model_axes.send(flows, candidate.parallel, self._stages(candidate.parallel))
+
+    def least_s(self, candidate: Candidate) -> float:
+        """What no candidate with other degrees falls below: computing, and what cutting a model costs."""
+        parts = self._computed(candidate.microbatch, candidate.kept, candidate.inner)
+        places = [parts[kind] for kind in (0, *(1 + kind for kind in self.sketch.order), len(parts) - 1)]
+        if candidate.parallel.pipeline == 1:
+            accumulation = candidate.accumulation(self.workload.global_batch)
+            return accumulation * sum(part.forward_s + part.backward_s for part in places)
+        send_s = model_axes.seconds(self.network, self._send(candidate))
+        nothing = OnceTimes(0.0, 0.0, 0.0)
+        return pipeline_timeline(self.schedule(candidate), self._chunks(candidate), places, nothing, send_s, 1.0).step_s
 
     def _objective_s(self, candidate: Candidate, timeline: Timeline) -> float:
         if self.objective is Objective.STEP_TIME:
@@ -177,36 +283,59 @@ class Scorer:
     def compute_s(self, candidate: Candidate) -> float:
         """Seconds of a step's computation on one device with nothing beside it."""
         times = self._step_times(candidate)
+        if candidate.parallel.pipeline > 1:
+            return self._pipelined(candidate, times).compute_s
         accumulation = candidate.accumulation(self.workload.global_batch)
-        once = sum(part.forward_s + part.backward_s for part in times.parts)
+        once = sum(
+            part.forward_s - part.inline_forward_s + part.backward_s - part.inline_backward_s for part in times.parts
+        )
         adding = sum(part.accumulate_s for part in times.parts)
         return accumulation * once + (accumulation - 1) * adding + times.optimizer_s
 
     def message_costs(self, candidate: Candidate) -> list[MessageCost]:
-        """Every message of a step, equal blocks together."""
-        accumulation = candidate.accumulation(self.workload.global_batch)
-        parts = self.parts(candidate.degrees)
-        names = ["embedding", *(f"block {i}" for i in range(len(parts.parts) - 2)), "head"]
+        """Every message of a step, equal blocks together; in a pipeline those of the stage with the most blocks, and of
+        both ends."""
+        names = ["embedding", *(f"block {i}" for i in range(len(self.sketch.model.blocks))), "head"]
         if len(names) == 3:
             names[1] = "each block"
+        accumulation = candidate.accumulation(self.workload.global_batch)
+        uses, inner = self._uses(candidate), self._inner_messages(candidate.microbatch, candidate.kept, candidate.inner)
+        # A stage goes forward twice, the second time for its backward pass.
+        passes = 2 if candidate.parallel.pipeline > 1 else 1
+        found = []
+        for kind, (name, states) in enumerate(
+            zip(names, self._messages(candidate.degrees, candidate.parallel), strict=True)
+        ):
+            for message, seconds in states:
+                often = 1 if message.phase in ONCE else accumulation * (passes if message.phase is Phase.FORWARD else 1)
+                found.append((name, message, uses[kind] * often, seconds))
+            for sent in inner[kind]:
+                often = accumulation * (passes * sent.num_forward + sent.num_backward)
+                found.append((name, sent.message, uses[kind] * often, model_axes.seconds(self.network, sent.message)))
+        if candidate.parallel.pipeline > 1:
+            message, ticks = self._send(candidate), tick_counts(self.schedule(candidate)).num_ticks
+            found.append(("stage", message, 2 * ticks, model_axes.seconds(self.network, message)))
         return [
-            MessageCost(
-                part=names[kind],
-                message=message,
-                count=parts.order.count(kind) * (1 if message.phase in ONCE else accumulation),
-                seconds=seconds,
-                basis=self.network.basis(message.kind, message.group),
-            )
-            for kind, part in enumerate(self._messages(candidate.degrees))
-            for message, seconds in part
+            MessageCost(name, message, count, seconds, model_axes.basis(self.network, message))
+            for name, message, count, seconds in found
         ]
 
+    def _uses(self, candidate: Candidate) -> list[int]:
+        """How many parts of one device are of each distinct kind."""
+        order = self.sketch.order
+        if candidate.parallel.pipeline > 1:
+            order = tuple(order[block] for block in self._chunks(candidate).fullest)
+        return [1, *(order.count(kind) for kind in range(len(self.sketch.model.blocks))), 1]
+
     def _step_times(self, candidate: Candidate) -> StepTimes:
-        plan, parts = self.plan(candidate.degrees), self.parts(candidate.degrees)
-        computed = self._compute_seconds(candidate.microbatch, candidate.remat)
-        accumulate_s = [compute.accumulation_seconds(part.leaves, self.rates) for part in parts.parts]
+        degrees, parallel = candidate.degrees, candidate.parallel
+        plan, parts = self.plan(degrees, parallel), self.parts(degrees, parallel)
+        computed = self._computed(candidate.microbatch, candidate.kept, candidate.inner)
         times = [
-            _part_times(*one) for one in zip(computed, self._messages(candidate.degrees), accumulate_s, strict=True)
+            dataclasses.replace(
+                one, messages_s=_by_phase(costs), accumulate_s=compute.accumulation_seconds(part.leaves, self.rates)
+            )
+            for one, costs, part in zip(computed, self._messages(degrees, parallel), parts.parts, strict=True)
         ]
         _, blocks, _ = self.sketch.model.split(plan.leaves)
         return StepTimes(
@@ -215,28 +344,27 @@ class Scorer:
             window=reduction_window(blocks),
             overlap_slowdown=self.rates.overlap_slowdown,
             # A result of the thresholds in `xla_flags.combine_thresholds`: a whole block gathered, a block's G shard.
-            num_start_parts=candidate.degrees.params.total,
-            num_end_parts=candidate.degrees.opt_state.total // candidate.degrees.grads.total,
+            num_start_parts=degrees.params.total,
+            num_end_parts=degrees.opt_state.total // degrees.grads.total,
         )
 
-    def _peels(self, degrees: Degrees) -> bool:
-        axes = self.plan(degrees).axes
+    def _peels(self, candidate: Candidate) -> bool:
+        axes = self.plan(candidate.degrees, candidate.parallel).axes
         return self.workload.peel and bool(axes.grad or axes.opt or axes.replica)
 
     def _utilisation(self, candidate: Candidate, tokens_per_s: float) -> tuple[float | None, float | None]:
-        """Model FLOP/s over the peak, without and with recomputation."""
+        """Model FLOP/s over the peak, without and with recomputation; a stage computes its forward pass again."""
         peak = self.cluster.peak_flops
         if peak is None:
             return None, None
-        flops = self._flops(candidate.microbatch, candidate.remat)
+        flops = self._flops(candidate.microbatch, candidate.kept)
         per_token = tokens_per_s / (candidate.microbatch * self.workload.seq_len) / peak
-        return flops.model * per_token, flops.hardware * per_token
+        again = flops.model // 3 if candidate.parallel.pipeline > 1 else 0
+        return flops.model * per_token, (flops.hardware + again) * per_token
 
 
-def _part_times(
-    compute_s: tuple[float, float], costs: Sequence[tuple[Collective, float]], accumulate_s: float
-) -> PartTimes:
+def _by_phase(costs: Sequence[tuple[Collective, float]]) -> dict[Phase, tuple[float, ...]]:
     seconds: dict[Phase, tuple[float, ...]] = {}
     for message, time in costs:
         seconds[message.phase] = (*seconds.get(message.phase, ()), time)
-    return PartTimes(*compute_s, messages_s=seconds, accumulate_s=accumulate_s)
+    return seconds

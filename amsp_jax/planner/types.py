@@ -15,8 +15,11 @@ from amsp_jax.cost.memory import MemoryEstimate
 from amsp_jax.cost.timeline import Timeline
 from amsp_jax.errors import UserError
 from amsp_jax.model import Model
+from amsp_jax.parallel import ModelParallel
 from amsp_jax.stack import Remat
 from amsp_jax.strategy import Degree, Degrees, PartialSharding, Strategy
+
+_MODEL_PARALLEL = ("tensors", "pipelines", "contexts", "virtual_stages")
 
 
 class Objective(StrEnum):
@@ -61,25 +64,68 @@ class Space:
       microbatches: sequences a rank computes at once.
       remats: what blocks keep.
       fill_nodes: leave out strategies that span nodes before they fill one.
+      tensors, pipelines, contexts: parts of a model, as in `ModelParallel`.
+      virtual_stages: chunks of blocks a stage.
+      schedule: of the pipeline, `1f1b` or `gpipe`.
     """
 
     microbatches: tuple[int, ...]
     remats: tuple[Remat, ...]
     fill_nodes: bool = True
+    tensors: tuple[int, ...] = (1,)
+    pipelines: tuple[int, ...] = (1,)
+    contexts: tuple[int, ...] = (1,)
+    virtual_stages: tuple[int, ...] = (1,)
+    schedule: str = "1f1b"
 
     def __post_init__(self) -> None:
-        _require_counts("Space", microbatches=self.microbatches)
-        if not self.microbatches or not self.remats:
-            raise UserError(f"Space: microbatches={self.microbatches}, remats={self.remats}; give one or more of each")
+        counts = {name: getattr(self, name) for name in ("microbatches", *_MODEL_PARALLEL)}
+        _require_counts("Space", **counts)
+        empty = [name for name, values in {**counts, "remats": self.remats}.items() if not values]
+        if empty:
+            raise UserError(f"Space: {', '.join(f'{name}=()' for name in empty)}; give one or more of each")
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether no part of a model is cut."""
+        return all(getattr(self, name) == (1,) for name in _MODEL_PARALLEL)
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A point of the space."""
+    """A point of the space.
+
+    Attributes:
+      degrees: over the data ranks of a stage.
+      microbatch: sequences a data rank computes at once.
+      remat: what blocks keep; in a pipeline, what the second pass over a stage keeps.
+      parallel: into how many parts the model is cut.
+      virtual_stages: chunks of blocks a stage.
+      schedule: of the pipeline, `1f1b` or `gpipe`.
+    """
 
     degrees: Degrees
     microbatch: int
     remat: Remat
+    parallel: ModelParallel = ModelParallel()
+    virtual_stages: int = 1
+    schedule: str = "1f1b"
+
+    @property
+    def inner(self) -> ModelParallel:
+        """The ranks that share a stage's work on a microbatch."""
+        return dataclasses.replace(self.parallel, pipeline=1)
+
+    @property
+    def kept(self) -> Remat:
+        """What a block keeps when it runs for its backward pass: in a pipeline that is a second pass, which keeps all
+        unless told otherwise."""
+        return Remat.NONE if self.parallel.pipeline > 1 and self.remat is Remat.FULL else self.remat
+
+    @property
+    def num_devices(self) -> int:
+        """Of the whole job."""
+        return self.degrees.ranks.total * self.parallel.total
 
     def accumulation(self, global_batch: int) -> int:
         """Microbatches of a step."""
@@ -126,6 +172,10 @@ class Reason(StrEnum):
     NOT_IN_PAPER = "gradients are sharded neither as parameters nor as optimizer states"
     BATCH = "the global batch does not divide by microbatch x data ranks"
     MEMORY = "needs more memory than a device has"
+    DEVICES = "stages, tensor and context ranks do not divide the devices of nodes and cluster"
+    SPLIT = "the model does not split over so many tensor, context or pipeline ranks"
+    SCHEDULE = "the microbatches of a step do not fill the schedule"
+    SLOWER = "computes longer than the best take in all"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,12 +196,14 @@ class Ranking:
       rejected: one entry for each of the others.
       memory_bytes: the limit.
       objective: what was minimised.
+      not_scored: how many more candidates were left out without a look at each, by reason.
     """
 
     ranked: tuple[Estimate, ...]
     rejected: tuple[Rejection, ...]
     memory_bytes: int
     objective: Objective
+    not_scored: Counter[Reason] = dataclasses.field(default_factory=Counter)
 
     @property
     def best(self) -> Estimate:
@@ -161,7 +213,7 @@ class Ranking:
     @property
     def num_rejected(self) -> Counter[Reason]:
         """How many, by reason."""
-        return Counter(rejection.reason for rejection in self.rejected)
+        return Counter(rejection.reason for rejection in self.rejected) + self.not_scored
 
 
 def strategy_of(degrees: Degrees) -> Strategy:

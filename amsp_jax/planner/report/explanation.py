@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from amsp_jax.cost.memory import MemoryEstimate
 from amsp_jax.cost.timeline import Event
-from amsp_jax.planner.report.table import TERMS
+from amsp_jax.planner.report.table import TERMS, point_text
 from amsp_jax.planner.report.text import aligned, counted, gib, percent, seconds
 from amsp_jax.planner.scorer import MEASURED, MessageCost
 from amsp_jax.planner.types import Estimate
@@ -35,11 +35,10 @@ def explanation(estimate: Estimate, messages: Sequence[MessageCost], memory_byte
     """
     return "\n\n".join(
         [
-            f"{estimate.candidate.degrees}, microbatch {estimate.candidate.microbatch}, remat "
-            f"{estimate.candidate.remat}, {counted(estimate.accumulation, 'microbatch')} a step",
+            f"{point_text(estimate.candidate)}, {counted(estimate.accumulation, 'microbatch')} a step",
             _summary(estimate),
             _memory_bars(estimate.memory, memory_bytes),
-            _streams(estimate),
+            _streams(estimate) if estimate.timeline.events else _ticks(estimate),
             _message_table(messages),
         ]
     )
@@ -49,6 +48,8 @@ def _summary(estimate: Estimate) -> str:
     timeline = estimate.timeline
     text = f"step {seconds(estimate.step_s)}: computes {seconds(timeline.compute_s)}, waits "
     text += f"{seconds(timeline.exposed_s)} for collectives, which take {seconds(timeline.communication_s)}; "
+    if timeline.bubble_s:
+        text += f"the bubble is {seconds(timeline.bubble_s)}; "
     text += f"{estimate.tokens_per_s_per_device:,.0f} tokens/s a device"
     if estimate.mfu is not None and estimate.hfu is not None:
         text += f", MFU {percent(estimate.mfu)} %, with recomputation {percent(estimate.hfu)} %"
@@ -66,6 +67,19 @@ def _memory_bars(memory: MemoryEstimate, limit: int) -> str:
     fits = "fits" if needed <= limit else f"does not fit: {gib(needed - limit)} GiB too much"
     rows[-1][-1] += f"  {fits}"
     return "\n".join(aligned(rows, left=(0, 2)))
+
+
+def _ticks(estimate: Estimate) -> str:
+    """A pipeline's step by what its slowest stage does."""
+    timeline = estimate.timeline
+    rows = [["the stage that works longest", "", "of the step"]]
+    for what, time in (
+        ("computes", timeline.compute_s),
+        ("waits for collectives", timeline.exposed_s),
+        ("waits for other stages", timeline.bubble_s),
+    ):
+        rows.append([what, seconds(time), f"{percent(time / estimate.step_s)} %"])
+    return "\n".join(aligned(rows, left=(0,)))
 
 
 def num_parts(estimate: Estimate) -> int:

@@ -22,6 +22,8 @@ def as_json(ranking: Ranking) -> dict[str, Any]:
         "rejected": [_rejection(rejection) for rejection in ranking.rejected],
         "microbatch": best.microbatch,
         "remat": str(best.remat),
+        "parallel": _parallel(best),
+        "not_scored": {str(reason): count for reason, count in ranking.not_scored.items()},
         "gin": gin_lines(ranking.best),
         "objective": str(ranking.objective),
         "memory_limit_bytes": ranking.memory_bytes,
@@ -36,6 +38,7 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
         "memory_bytes": {**_parts(estimate.memory), "peak": estimate.memory.total},
         "communication_s": {TERMS[phase]: seconds for phase, seconds in estimate.terms_s.items()},
         "exposed_s": estimate.timeline.exposed_s,
+        "bubble_s": estimate.timeline.bubble_s,
         "compute_s": estimate.timeline.compute_s,
         "step_s": estimate.step_s,
         "objective_s": estimate.objective_s,
@@ -54,22 +57,31 @@ def explanation_json(estimate: Estimate, messages: Sequence[MessageCost], memory
       messages: of the same candidate.
       memory_bytes: the limit.
     """
-    parts = num_parts(estimate)
+    events = estimate.timeline.events
+    parts = num_parts(estimate) if events else 0
     return {
         **estimate_json(estimate),
         "memory_limit_bytes": memory_bytes,
         "memory_margin_bytes": estimate.memory.margin_bytes,
         "collectives": [_message(cost) for cost in messages],
-        "events": [
-            {**dataclasses.asdict(event), "name": event_name(event.name, parts)} for event in estimate.timeline.events
-        ],
+        "events": [{**dataclasses.asdict(event), "name": event_name(event.name, parts)} for event in events],
     }
 
 
 def _point(candidate: Candidate) -> dict[str, Any]:
     return {
         "strategy": str(candidate.degrees), "microbatch": candidate.microbatch, "remat": str(candidate.remat),
+        "parallel": _parallel(candidate),
     }  # fmt: skip
+
+
+def _parallel(candidate: Candidate) -> dict[str, Any]:
+    """What the model is cut into, and the schedule of its pipeline."""
+    return {
+        **dataclasses.asdict(candidate.parallel),
+        "schedule": candidate.schedule,
+        "virtual_stages": candidate.virtual_stages,
+    }
 
 
 def _rejection(rejection: Rejection) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from amsp_jax.cost.communication import Phase
 from amsp_jax.planner.report.text import aligned, gib, percent, short
-from amsp_jax.planner.types import Estimate, Ranking, Reason
+from amsp_jax.planner.types import Candidate, Estimate, Ranking, Reason
 from amsp_jax.strategy import Degrees
 
 TERMS = {
@@ -16,6 +16,9 @@ TERMS = {
     Phase.BACKWARD: "gather again",
     Phase.REDUCE: "reduce",
     Phase.END: "reduce at end",
+    Phase.TENSOR: "tensor",
+    Phase.CONTEXT: "context",
+    Phase.SEND: "stage sends",
 }
 """What the phases of communication are called."""
 
@@ -48,7 +51,9 @@ _RATES = (
     _Column("tokens/s", lambda e: f"{e.tokens_per_s_per_device:,.0f}"),
     _Column("MFU, %", lambda e: "-" if e.mfu is None else percent(e.mfu)),
 )
-_SHORT_TERMS = dict(zip(TERMS, ("shards", "gather", "again", "reduce", "at end"), strict=True))
+_SHORT_TERMS = dict(
+    zip(TERMS, ("shards", "gather", "again", "reduce", "at end", "tensor", "ring", "sends"), strict=True)
+)
 
 
 def _groups(shown: Sequence[Estimate]) -> dict[str, tuple[_Column, ...]]:
@@ -65,7 +70,11 @@ def _groups(shown: Sequence[Estimate]) -> dict[str, tuple[_Column, ...]]:
     return {
         "memory of a device, GiB": _MEMORY,
         f"collectives of a step, {unit}": tuple(column(head, term(phase)) for phase, head in _SHORT_TERMS.items()),
-        f"step, {unit}": (column("exposed", lambda e: e.timeline.exposed_s), column("whole", lambda e: e.step_s)),
+        f"step, {unit}": (
+            column("exposed", lambda e: e.timeline.exposed_s),
+            column("bubble", lambda e: e.timeline.bubble_s),
+            column("whole", lambda e: e.step_s),
+        ),
         "each device": _RATES,
     }
 
@@ -91,7 +100,7 @@ def _names(ranking: Ranking, shown: Sequence[Estimate], name: Callable[[Degrees]
     rows = [["", "strategy", *(field[:5] for field in fields)]]
     for number, estimate in enumerate(shown, 1):
         point = estimate.candidate
-        rows.append([str(number), name(point.degrees), *(str(getattr(point, field)) for field in fields)])
+        rows.append([str(number), name(point.degrees), *(field_text(point, field) for field in fields)])
     return ["", *aligned(rows, left=(1,))]
 
 
@@ -114,10 +123,28 @@ def _beside(blocks: Sequence[Sequence[str]]) -> list[str]:
 
 
 def searched(ranking: Ranking) -> list[str]:
-    """Which of microbatch and rematerialisation differ between candidates."""
+    """Which fields differ between candidates, the strategy aside."""
     points = [e.candidate for e in ranking.ranked] + [r.candidate for r in ranking.rejected]
-    names = ("microbatch", "remat")
-    return [name for name in names if len({getattr(point, name) for point in points}) > 1]
+    return [name for name in _FIELDS if len({field_text(point, name) for point in points}) > 1]
+
+
+_CUT = ("tensor", "pipeline", "context")
+_FIELDS = (*_CUT, "virtual_stages", "microbatch", "remat")
+
+
+def field_text(candidate: Candidate, name: str) -> str:
+    """The value of one of the fields that `searched` names."""
+    return str(getattr(candidate.parallel if name in _CUT else candidate, name))
+
+
+def point_text(candidate: Candidate) -> str:
+    """A candidate in words: what the model is cut into where it is, microbatch and rematerialisation."""
+    text = f"{candidate.degrees}, "
+    text += "".join(f"{name} {size}, " for name in _CUT if (size := getattr(candidate.parallel, name)) > 1)
+    if candidate.parallel.pipeline > 1:
+        chunks = f" of {candidate.virtual_stages} virtual stages each" if candidate.virtual_stages > 1 else ""
+        text += f"schedule {candidate.schedule}{chunks}, "
+    return f"{text}microbatch {candidate.microbatch}, remat {candidate.remat}"
 
 
 def rejected_lines(ranking: Ranking) -> str:
@@ -126,17 +153,25 @@ def rejected_lines(ranking: Ranking) -> str:
     for reason, count in ranking.num_rejected.most_common():
         nearest = ""
         if reason is Reason.MEMORY:
-            missing = min(r.missing_bytes for r in ranking.rejected if r.reason is reason)
-            nearest = f", the nearest {gib(missing)} GiB more than {gib(ranking.memory_bytes)}"
-        lines.append(f"{count:5d} rejected: {reason}{nearest}")
+            missing = min((r.missing_bytes for r in ranking.rejected if r.reason is reason), default=0)
+            nearest = f", the nearest {gib(missing)} GiB more than {gib(ranking.memory_bytes)}" if missing else ""
+        skipped = ranking.not_scored[reason]
+        by_bounds = f"; {skipped} of them by a bound, without their whole cost" if skipped else ""
+        lines.append(f"{count:5d} rejected: {reason}{nearest}{by_bounds}")
     return "\n".join(lines)
 
 
 def gin_lines(estimate: Estimate) -> list[str]:
     """The candidate as lines of a gin file."""
     candidate = estimate.candidate
-    return [
+    lines = [
         f"STRATEGY = '{candidate.degrees}'",
         f"MICROBATCH = {candidate.microbatch}",
         f"REMAT = '{candidate.remat}'",
     ]
+    if candidate.parallel.total == 1:
+        return lines
+    lines += [f"{name.upper()} = {field_text(candidate, name)}" for name in _CUT]
+    if candidate.parallel.pipeline > 1:
+        lines += [f"SCHEDULE = '{candidate.schedule}'", f"VIRTUAL_STAGES = {candidate.virtual_stages}"]
+    return lines

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import textwrap
 
-from amsp_jax.planner.report.table import TERMS, searched
+from amsp_jax.planner.report.table import TERMS, field_text, searched
 from amsp_jax.planner.report.text import WIDTH, aligned, counted, gib, percent, seconds, signed
-from amsp_jax.planner.types import Estimate, Objective, Ranking, Reason
+from amsp_jax.planner.types import Candidate, Estimate, Objective, Ranking, Reason
 from amsp_jax.strategy import Degree, Degrees, parse
 
 WELL_KNOWN = ("zero1", "zero2", "zero3", "mics", "hpz")
@@ -22,6 +22,8 @@ _OBJECTIVES = {
 def why(ranking: Ranking) -> str:
     """A few sentences, a line each, and a table of the well-known presets."""
     sentences = [_smallest(ranking), _described(ranking.best.candidate.degrees), *_ties(ranking)]
+    if ranking.best.candidate.parallel.total > 1:
+        sentences.insert(1, _cut(ranking.best.candidate))
     lines = [line for sentence in sentences for line in textwrap.wrap(sentence, WIDTH, subsequent_indent="  ")]
     if ranking.best.candidate.degrees.ranks.total > 1:
         lines += ["", *_presets(ranking)]
@@ -38,7 +40,24 @@ def _smallest(ranking: Ranking) -> str:
         text += seconds(best.objective_s)
     if ranking.objective is Objective.PAPER:
         return f"{text}. Predicted for it: a step of {seconds(best.step_s)}, a peak of {gib(best.memory.total)} GiB."
-    return f"{text}, of which compute waits {seconds(best.timeline.exposed_s)} for collectives."
+    text = f"{text}, of which compute waits {seconds(best.timeline.exposed_s)} for collectives"
+    return f"{text} and {seconds(best.timeline.bubble_s)} for other stages." if best.timeline.bubble_s else f"{text}."
+
+
+def _cut(candidate: Candidate) -> str:
+    """What one copy of the model is cut into."""
+    parallel = candidate.parallel
+    told = []
+    if parallel.pipeline > 1:
+        told.append(
+            f"{parallel.pipeline} stages" + (f" of {candidate.virtual_stages}" * (candidate.virtual_stages > 1))
+        )
+    if parallel.context > 1:
+        told.append(f"{parallel.context} parts of each sequence")
+    if parallel.tensor > 1:
+        told.append(f"{parallel.tensor} parts of each matrix")
+    copies = counted(candidate.degrees.ranks.total, "copy").replace("copys", "copies")
+    return f"It cuts the model into {' x '.join(told)}, and trains {copies} of it."
 
 
 def _described(degrees: Degrees) -> str:
@@ -88,7 +107,8 @@ def _ties(ranking: Ranking) -> list[str]:
 
 def _point(ranking: Ranking, estimate: Estimate) -> str:
     point = estimate.candidate
-    return ", ".join([str(point.degrees), *(f"{name} {getattr(point, name)}" for name in searched(ranking))])
+    fields = (f"{name.replace('_', ' ')} {field_text(point, name)}" for name in searched(ranking))
+    return ", ".join([str(point.degrees), *fields])
 
 
 def _difference(best: Estimate, other: Estimate) -> str:
@@ -108,14 +128,19 @@ def _presets(ranking: Ranking) -> list[str]:
     rows = [["preset", "strategy", *(field[:5] for field in fields), "rank", *times, "what takes most more"]]
     for name in WELL_KNOWN:
         degrees = parse(name).resolve(ranking.best.candidate.degrees.ranks)
-        found = next(((i, e) for i, e in enumerate(ranking.ranked, 1) if e.candidate.degrees == degrees), None)
+        found = next(((i, e) for i, e in enumerate(ranking.ranked, 1) if _is(e.candidate, degrees, ranking)), None)
         if found is None:
             rows.append([name, str(degrees), *[""] * len(fields), "-", *["-"] * len(times), _reason(ranking, degrees)])
             continue
         rank, estimate = found
-        rows.append([name, str(degrees), *(str(getattr(estimate.candidate, field)) for field in fields)])
+        rows.append([name, str(degrees), *(field_text(estimate.candidate, field) for field in fields)])
         rows[-1] += [str(rank), *_against(ranking, estimate)]
     return aligned(rows, left=(0, 1, len(rows[0]) - 1))
+
+
+def _is(candidate: Candidate, degrees: Degrees, ranking: Ranking) -> bool:
+    """Whether it has these degrees, and the model cut as the first has it."""
+    return candidate.degrees == degrees and candidate.parallel == ranking.best.candidate.parallel
 
 
 def _against(ranking: Ranking, estimate: Estimate) -> list[str]:
@@ -135,7 +160,9 @@ def _against(ranking: Ranking, estimate: Estimate) -> list[str]:
 
 def _reason(ranking: Ranking, degrees: Degrees) -> str:
     """Why these degrees are not ranked; the nearest miss where several candidates have them."""
-    rejections = [r for r in ranking.rejected if r.candidate.degrees == degrees]
+    rejections = [r for r in ranking.rejected if _is(r.candidate, degrees, ranking)]
+    if not rejections:
+        return "not looked at"
     rejection = min(rejections, key=lambda r: (r.reason is not Reason.MEMORY, r.missing_bytes))
     if rejection.reason is Reason.MEMORY:
         return f"needs {gib(rejection.missing_bytes)} GiB more than {gib(ranking.memory_bytes)}"

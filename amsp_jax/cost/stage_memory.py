@@ -1,0 +1,108 @@
+"""Peak memory of a step of a pipeline on one device: one program for all stages, so the largest of what any needs.
+
+Arguments are exact. Of the temporaries the stage inputs in flight are, by the schedule's table; the rest follows
+`memory`: within a virtual stage's backward half nothing presses, so operands of parameter gradients wait to its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from amsp_jax.cost.memory import GRAD_BYTES, MemoryEstimate, PartBytes, argument_bytes
+from amsp_jax.cost.sketch import Sketch
+from amsp_jax.cost.storage import leaf_counts
+from amsp_jax.cost.ticks import Chunks, num_slots
+from amsp_jax.cost.trace import ModelTrace
+from amsp_jax.plan import Plan
+from amsp_jax.schedule import Kind, Schedule
+from amsp_jax.step import StepSettings
+
+_HOPS = 4
+"""Arrays between stages that are alive in a tick beside those kept: received and to be sent, forward and backward."""
+
+
+def estimate(
+    sketch: Sketch,
+    plan: Plan,
+    trace: ModelTrace,
+    optimizer: optax.GradientTransformation,
+    settings: StepSettings,
+    schedule: Schedule,
+) -> MemoryEstimate:
+    """The peak of a step.
+
+    Args:
+      sketch: of the model.
+      plan: of the sketch's parameters, with stages.
+      trace: of one tensor and context rank on one microbatch, with what the second pass over a stage keeps.
+      optimizer: any optax transform.
+      settings: how the step computes.
+      schedule: of the pipeline.
+    """
+    arguments = argument_bytes(sketch, plan, optimizer, schedule.num_microbatches * trace.batch_bytes)
+    moments = _Moments(sketch, plan, trace, settings, schedule)
+    return max((dataclasses.replace(arguments, **parts) for parts in moments.all()), key=lambda e: e.total)
+
+
+class _Moments:
+    """What is alive, beside the arguments, at the moments that may be the peak."""
+
+    def __init__(
+        self, sketch: Sketch, plan: Plan, trace: ModelTrace, settings: StepSettings, schedule: Schedule
+    ) -> None:
+        embed, blocks, head = sketch.model.split(plan.leaves)
+        sizes = plan.compute_dtype.itemsize, jnp.dtype(settings.reduce_dtype).itemsize
+        kinds = [PartBytes.of(block, leaves, *sizes) for block, leaves in zip(trace.blocks, blocks, strict=True)]
+        self.embed, self.head = PartBytes.of(trace.embed, embed, *sizes), PartBytes.of(trace.head, head, *sizes)
+        self.tied = sketch.model.tied
+        self.blocks = [kinds[kind] for kind in sketch.order]
+        self.chunks = Chunks.of(len(sketch.order), schedule.num_stages, schedule.virtual_stages)
+        stage = [self.embed, self.head, *(self.blocks[block] for block in self.chunks.fullest)]
+        self.copies, self.grads = sum(part.copy for part in stage), sum(part.grads for part in stage)
+        self.in_flight = (num_slots(schedule) + _HOPS) * trace.blocks[0].output_bytes
+        self.opt_grads = sum(leaf.num_opt_shard * n for leaf, n in leaf_counts(sketch, plan)) * GRAD_BYTES
+        ends = sum(leaf.num_opt_shard for leaf in jax.tree.leaves((embed, head)))
+        # The gradients of a slot, of which each stage gets its pieces, are there before and after the exchange.
+        self.exchanged = (self.opt_grads // GRAD_BYTES - ends) // len(sketch.order) * schedule.num_stages * sizes[1]
+
+    def all(self) -> Iterator[dict[str, int]]:
+        """Each moment as the fields of a `MemoryEstimate`."""
+        seen: set[tuple[Kind, tuple[int, ...]]] = set()
+        for stage, chunks in enumerate(self.chunks.of_stage):
+            for number, chunk in enumerate(chunks):
+                kind = self.chunks.kind(stage, number)
+                alike = kind, tuple(id(self.blocks[i]) for i in chunk)
+                if alike not in seen:
+                    seen.add(alike)
+                    yield from self._backward_half(kind, [self.blocks[i] for i in chunk])
+        yield {"grads": self.grads + self.opt_grads, "reductions": 2 * self.exchanged}
+
+    def _backward_half(self, kind: Kind, blocks: Sequence[PartBytes]) -> Iterator[dict[str, int]]:
+        """The second pass over a virtual stage, its backward pass, and its gradients before they are added up."""
+        ends = {Kind.FIRST: [self.embed], Kind.LAST: [self.head, *([self.embed] if self.tied else [])]}.get(kind, [])
+        saved = sum(block.trace.saved_bytes for block in blocks)
+        grads = sum(part.grads for part in (*blocks, *ends))
+        gathered = sum(part.gathered for part in ends)
+        if kind is Kind.LAST:
+            yield self._moment(saved + self.head.trace.backward_bytes, gathered, 0)
+        waiting = self.head.trace.pending_bytes if kind is Kind.LAST else 0
+        for block in reversed(blocks):
+            saved -= block.trace.saved_bytes
+            yield self._moment(saved + block.trace.backward_bytes + waiting, gathered + block.gathered, grads)
+            waiting += block.trace.pending_bytes
+        if kind is Kind.FIRST:
+            yield self._moment(self.embed.trace.backward_bytes + waiting, gathered, grads)
+
+    def _moment(self, activations: int, gathered: int, reductions: int) -> dict[str, int]:
+        return {
+            "params": self.copies,
+            "grads": self.grads,
+            "activations": self.in_flight + activations,
+            "gathered": gathered,
+            "reductions": reductions,
+        }
