@@ -17,9 +17,12 @@ from amsp_jax.__main__ import main, parse_args
 from amsp_jax.errors import UserError
 from amsp_jax.tune import pictures, report
 from amsp_jax.tune.forecast import Forecast
-from amsp_jax.tune.space import Grounds, Point, search_space
+from amsp_jax.tune.grounds import Grounds
+from amsp_jax.tune.point import Point
+from amsp_jax.tune.space import search_space
 from amsp_jax.tune.study import JOURNAL, Study, held
 from amsp_jax.tune.trial import RAN, Interrupted, Kind, Runner
+from models.registry import build_model
 
 # Writes the rows of a run whose step time is a sum over its settings; some settings do it harm.
 FAKE_TRAINER = """
@@ -41,8 +44,9 @@ FAKE_TRAINER = """
         sys.exit(1)
     if harm == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    if harm == "hang":
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if harm in ("hang", "stubborn"):
+        if harm == "stubborn":
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         (run.parents[2] / "child.txt").write_text(str(child.pid))
         time.sleep(600)
@@ -56,7 +60,8 @@ FAKE_TRAINER = """
             file.write(json.dumps({**row, "mfu": 0.5 / seconds, "peak_memory_bytes": 2**30}) + "\\n")
     """
 
-GROUNDS = Grounds(num_nodes=1, devices_per_node=4, global_batch=32, seq_len=64, num_layers=4)
+SIZES = {"num_layers": 4, "hidden": 16, "ffn": 32, "num_heads": 2, "num_kv_heads": 2, "vocab_size": 258}
+GROUNDS = Grounds(num_nodes=1, devices_per_node=4, model=build_model("llama-tiny", SIZES), global_batch=32, seq_len=64)
 SPACE = search_space(["pipeline=1"], GROUNDS)
 BEST = Point(
     strategy="zero3", tensor=1, pipeline=1, schedule="1f1b", virtual_stages=1, context=1, microbatch=2,
@@ -157,12 +162,13 @@ def test_a_wrong_flag_is_one_line(text, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tensor": 8}, "do not divide"),
+        ({"tensor": 8}, "take 8 devices"),
         ({"tensor": 2, "pipeline": 4}, "take 8 devices"),
-        ({"microbatch": 3}, "no multiple"),
-        ({"pipeline": 4, "microbatch": 32}, "fewer than 4 stages"),
-        ({"pipeline": 4, "virtual_stages": 2}, "more than 4 blocks"),
-        ({"pipeline": 2, "virtual_stages": 2, "tensor": 2, "microbatch": 32}, "fewer than 2 stages"),
+        ({"microbatch": 3}, "not a multiple"),
+        ({"pipeline": 4, "microbatch": 32}, "fewer than the PIPELINE=4"),
+        ({"pipeline": 4, "virtual_stages": 2}, "8 virtual stages, and each needs a block"),
+        ({"pipeline": 2, "virtual_stages": 2, "tensor": 2, "microbatch": 32}, "fewer than the PIPELINE=2"),
+        ({"tensor": 4, "strategy": "ddp"}, "TENSOR=4 is more than the 2"),
         ({"strategy": "mics(3)"}, "does not fit"),
     ],
 )
@@ -171,9 +177,10 @@ def test_what_cannot_run_says_why(changes, message):
 
 
 def test_presets_that_are_the_same_run_are_one_point():
-    same = [dataclasses.replace(BEST, tensor=4, strategy=name) for name in ("ddp", "zero3")]
-    other = [dataclasses.replace(BEST, strategy=name) for name in ("ddp", "zero3")]
-    assert GROUNDS.key(same[0]) == GROUNDS.key(same[1]) and GROUNDS.key(other[0]) != GROUNDS.key(other[1])
+    grounds = dataclasses.replace(GROUNDS, devices_per_node=2)
+    for tensor, num_runs in ((1, 2), (2, 1)):
+        points = [dataclasses.replace(BEST, tensor=tensor, strategy=name) for name in ("ddp", "zero3")]
+        assert len(set(map(grounds.key, points))) == num_runs
 
 
 # One trial.
@@ -218,7 +225,7 @@ def test_our_own_messages_on_memory_are_known(tmp_path, line):
 
 
 def test_a_trial_that_hangs_is_ended_with_its_children(trainer, tmp_path):
-    with harm(b2="hang"):
+    with harm(b2="stubborn"):
         outcome = run_one(trainer, tmp_path, limit_s=3.0)
     assert outcome.kind is Kind.TIMED_OUT and "0 steps in 3 s" in outcome.reason
     child = int((tmp_path / "study" / "child.txt").read_text())

@@ -18,14 +18,16 @@ from typing import Any
 from amsp_jax import cli
 from amsp_jax.cluster import Cluster
 from amsp_jax.commands.workload import cluster_of, planned_model
-from amsp_jax.config import FIELDS, TrainConfig
+from amsp_jax.config import TrainConfig
 from amsp_jax.errors import UserError
 from amsp_jax.job import optimizer_of
 from amsp_jax.launch import exit_codes
 from amsp_jax.launch.accelerator import count_gpus, find_platform
 from amsp_jax.planner import Workload
 from amsp_jax.tune.forecast import Forecast, forecast, kept_calibration
-from amsp_jax.tune.space import DIMENSIONS, SCHEDULES, Grounds, Point, SearchSpace, search_space
+from amsp_jax.tune.grounds import Grounds
+from amsp_jax.tune.point import DIMENSIONS, Point
+from amsp_jax.tune.space import SearchSpace, search_space
 from amsp_jax.tune.trial import RAN, Interrupted, Runner
 
 _NUM_PLANNED = 5
@@ -99,9 +101,9 @@ def _grounds(args: argparse.Namespace, config: TrainConfig) -> Grounds:
     return Grounds(
         num_nodes=num_nodes,
         devices_per_node=max(1, per_node),
+        model=cli.build_model(config).model,
         global_batch=config.global_batch,
         seq_len=config.seq_len,
-        num_layers=len(cli.build_model(config).model.blocks),
     )
 
 
@@ -153,7 +155,7 @@ def _report(args: argparse.Namespace, study: Any, config: TrainConfig) -> None:
     if not best:
         return
     shares = report.importance(study.optuna)
-    lines = report.gin_lines(best[0].point, [name.upper() for name in FIELDS])
+    lines = report.gin_lines(best[0].point)
     (args.out / _BEST_FILE).write_text("\n".join(lines) + "\n")
     title = f"{config.model}: {len(best)} of {study.num_run()} trials measured"
     drawn = [pictures.plot_convergence(records, args.out / pictures.CONVERGENCE_FILE, title)]
@@ -178,10 +180,7 @@ def _forecast(
     )
     points = [point for point in space.points() if grounds.why_invalid(point) is None]
     expected = forecast(points, grounds, _workload(config, cluster), cluster)
-    return expected, (
-        f"the planner, by {name}, knows {len(expected.step_s) + len(expected.too_large)} of {len(points)} points that "
-        f"can run; {len(expected.too_large)} of them do not fit"
-    )
+    return expected, f"{len(points)} points can run; {len(expected.too_large)} do not fit, says the planner by {name}"
 
 
 def _workload(config: TrainConfig, cluster: Cluster) -> Workload:
@@ -198,8 +197,7 @@ def _workload(config: TrainConfig, cluster: Cluster) -> Workload:
 
 def _first(config: TrainConfig, space: SearchSpace, expected: Forecast) -> list[Point]:
     """The run as its files have it, where that is a point of the space; then the planner's best."""
-    neutral = {"tensor": 1, "pipeline": 1, "context": 1, "virtual_stages": 1, "schedule": SCHEDULES[0]}
-    values: dict[str, Any] = {name: getattr(config, name, neutral.get(name)) for name in DIMENSIONS}
+    values: dict[str, Any] = {name: getattr(config, name) for name in DIMENSIONS}
     own = space.canonical(Point(**values))
     points = [own] if own in space else []
     return [*points, *(point for point in expected.best(_NUM_PLANNED) if point != own)]

@@ -11,7 +11,8 @@ from amsp_jax.errors import UserError
 from amsp_jax.planner import Candidate, Scorer, Workload
 from amsp_jax.stack import Remat
 from amsp_jax.strategy import parse
-from amsp_jax.tune.space import Grounds, Point
+from amsp_jax.tune.grounds import Grounds
+from amsp_jax.tune.point import Point
 from amsp_jax.user_cache import user_cache
 
 
@@ -49,8 +50,6 @@ def forecast(points: Iterable[Point], grounds: Grounds, workload: Workload, clus
     too_large: dict[Point, str] = {}
     for point in points:
         candidate = _candidate(point, grounds)
-        if candidate is None:
-            continue
         missing = scorer.needed_bytes(candidate) - cluster.memory_bytes
         if missing > 0:
             limit_gib = cluster.memory_bytes / 2**30
@@ -60,11 +59,15 @@ def forecast(points: Iterable[Point], grounds: Grounds, workload: Workload, clus
     return Forecast(step_s=step_s, too_large=too_large)
 
 
-def _candidate(point: Point, grounds: Grounds) -> Candidate | None:
-    """The point as the planner knows it; None where it does not."""
-    if point.parallel.total > 1:
-        return None
-    return Candidate(parse(point.strategy).resolve(grounds.ranks(point)), point.microbatch, Remat(point.remat))
+def _candidate(point: Point, grounds: Grounds) -> Candidate:
+    return Candidate(
+        parse(point.strategy).resolve(grounds.ranks(point)),
+        point.microbatch,
+        Remat(point.remat),
+        point.parallel,
+        point.virtual_stages,
+        point.schedule,
+    )
 
 
 def kept_calibration(grounds: Grounds, is_cpu: bool) -> Path | None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import optuna
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
-from amsp_jax.tune.space import Point
+from amsp_jax.tune.point import Point
 from amsp_jax.tune.study import Record
 from amsp_jax.tune.trial import RAN, Kind
 
@@ -63,9 +63,9 @@ def failures(records: Sequence[Record]) -> str:
     return "\n".join(lines)
 
 
-def gin_lines(point: Point, names: Sequence[str]) -> list[str]:
-    """The settings of these names as lines of a gin file."""
-    return [f"{name} = {value!r}" for name, value in point.settings().items() if name in names]
+def gin_lines(point: Point) -> list[str]:
+    """The point as lines of a gin file."""
+    return [f"{name} = {value!r}" for name, value in point.settings().items()]
 
 
 def importance(study: optuna.Study) -> Mapping[str, float]:

@@ -18,7 +18,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from amsp_jax.errors import UserError
 from amsp_jax.tune.forecast import Forecast
-from amsp_jax.tune.space import DIMENSIONS, OF_PIPELINES, Grounds, Point, SearchSpace
+from amsp_jax.tune.grounds import Grounds
+from amsp_jax.tune.point import DIMENSIONS, OF_PIPELINES, Point
+from amsp_jax.tune.space import SearchSpace
 from amsp_jax.tune.trial import RAN, Kind, Outcome
 
 JOURNAL, TRIALS = "study.journal", "trials"
@@ -75,7 +77,7 @@ class Study:
         self.is_new = not trials
         # With the seed alone a study that goes on would repeat its first draws.
         self.optuna.sampler = _sampler(seed + len(trials))
-        self._seen = {self._key(record.point) for record in self.records()}
+        self._seen = {self._grounds.key(record.point) for record in self.records()}
         self._take_up(trials)
 
     def records(self) -> list[Record]:
@@ -109,7 +111,7 @@ class Study:
         while self.num_run() < num_trials:
             trial = self.optuna.ask()
             point = self._suggest(trial)
-            if self._key(point) in self._seen:
+            if self._grounds.key(point) in self._seen:
                 self.optuna.tell(trial, state=TrialState.FAIL)
                 if (nearest := self._nearest_untried(point, forecast)) is None:
                     return False
@@ -134,7 +136,7 @@ class Study:
         self.optuna.enqueue_trial(self._params(point))
 
     def _tell(self, trial: optuna.Trial, point: Point, outcome: Outcome) -> None:
-        self._seen.add(self._key(point))
+        self._seen.add(self._grounds.key(point))
         trial.set_user_attr(_POINT, dataclasses.asdict(point))
         trial.set_user_attr(_OUTCOME, dataclasses.asdict(outcome))
         if outcome.kind is Kind.MEASURED:
@@ -149,9 +151,6 @@ class Study:
         if reason := forecast.too_large.get(point):
             return Outcome(kind=Kind.TOO_LARGE, reason=reason)
         return None
-
-    def _key(self, point: Point) -> str:
-        return str(point) if self._grounds.why_invalid(point) else self._grounds.key(point)
 
     def _suggest(self, trial: optuna.Trial) -> Point:
         """The sampler's choice; what belongs to pipelines is asked only where there are stages."""
@@ -171,7 +170,7 @@ class Study:
 
     def _nearest_untried(self, point: Point, forecast: Forecast) -> Point | None:
         """Of the points that can run the one with the fewest other values, the fastest by the forecast among equals."""
-        untried = (other for other in self._space.points() if self._key(other) not in self._seen)
+        untried = (other for other in self._space.points() if self._grounds.key(other) not in self._seen)
         runnable = [other for other in untried if self._left_out(other, forecast) is None]
 
         def distance(other: Point) -> tuple[int, float]:

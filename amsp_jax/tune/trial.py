@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -18,12 +19,13 @@ from typing import Any
 from amsp_jax.errors import UserError
 from amsp_jax.launch import exit_codes
 from amsp_jax.metrics import TRAIN_FILE, read_rows
-from amsp_jax.tune.space import Point
+from amsp_jax.run_folder import CHECKPOINTS
+from amsp_jax.tune.point import Point
 
 LOG_FILE, RUN_FOLDER = "log.txt", "run"
 _POLL_S = 0.1
 # The trainer ends without saving at the second interrupt; srun passes on the second and kills its tasks at the third.
-_NUM_INTERRUPTS, _INTERRUPT_EVERY_S = 3, 0.3
+_NUM_INTERRUPTS, _INTERRUPT_EVERY_S = 3, 0.1
 _TAIL_BYTES = 1 << 16
 _LONGEST_REASON = 300
 _OUT_OF_MEMORY = re.compile(
@@ -115,6 +117,8 @@ class Runner:
         started = time.monotonic()
         with (folder / LOG_FILE).open("wb") as log, self._started([*self.command, *flags], log) as process:
             is_late = not self._wait(process, folder, started + self.limit_s)
+        # Of a save that had begun before the trial was ended.
+        shutil.rmtree(folder / RUN_FOLDER / CHECKPOINTS, ignore_errors=True)
         outcome = self._judge(process.returncode, folder, is_late)
         return dataclasses.replace(outcome, wall_s=time.monotonic() - started)
 
