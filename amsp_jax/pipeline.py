@@ -212,9 +212,13 @@ class _Ticks:
             dy = self._send(dx, -1)
             kept = _write(kept, now.write, x)
             y = lax.switch(now.forward, ahead, x, self._microbatch(now.forward_microbatch))
+            # The halves do not need each other, but in this order dx travels during the first and y during the second.
+            y, dy = lax.optimization_barrier((y, dy))
             x = self._send(y, 1)
             item = self._microbatch(now.backward_microbatch)
             grads, sums, dx = lax.switch(now.backward, back, grads, sums, _read(kept, now.read), dy, item)
+            # XLA would move a send at the end of a loop's body to its start, where nothing hides it.
+            x, dx = lax.optimization_barrier((x, dx))
             return (x, dx, kept, grads, sums), None
 
         slots = schedule.slots
