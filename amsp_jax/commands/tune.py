@@ -119,12 +119,15 @@ def _search(
     from amsp_jax.tune import report
     from amsp_jax.tune.study import Record, Study, held
 
-    expected, line = _forecast(args, config, grounds, space)
-    print(f"{grounds.num_nodes} x {grounds.devices_per_node} devices; {line}", flush=True)
+    points = [point for point in space.points() if grounds.why_invalid(point) is None]
+    if not points:
+        raise UserError(f"--search: no point can run; the first one: {grounds.why_invalid(next(space.points()))}")
+    print(f"{grounds.num_nodes} x {grounds.devices_per_node} devices, {len(points)} points that can run", flush=True)
+    expected = _forecast(args, config, grounds, points)
     with held(args.out) as lock:
         study = Study(args.out, space, grounds, _identity(args, config, grounds, space), args.seed)
         if study.is_new:
-            study.begin_with(_first(config, space, expected))
+            study.begin_with(_first(config, grounds, space, expected))
         runner = Runner(
             command=_command(args, files, config),
             num_steps=args.steps,
@@ -160,32 +163,32 @@ def _report(args: argparse.Namespace, study: Any, config: TrainConfig) -> None:
     title = f"{config.model}: {len(best)} of {study.num_run()} trials measured"
     drawn = [pictures.plot_convergence(records, args.out / pictures.CONVERGENCE_FILE, title)]
     if shares:
+        title = f"{config.model}: what the {len(best)} measured trials differ by"
         drawn.append(pictures.plot_importance(shares, args.out / pictures.IMPORTANCE_FILE, title))
     print(report.table(records), report.importance_lines(shares, len(best)), sep="\n\n")
     print("", f"the best, also in {args.out / _BEST_FILE}:", *lines, "", *(f"picture: {p}" for p in drawn), sep="\n")
 
 
-def _forecast(
-    args: argparse.Namespace, config: TrainConfig, grounds: Grounds, space: SearchSpace
-) -> tuple[Forecast, str]:
-    """What the planner says, and a line on what it stands on."""
+def _forecast(args: argparse.Namespace, config: TrainConfig, grounds: Grounds, points: list[Point]) -> Forecast:
+    """What the planner says; nothing where it has no numbers to stand on."""
     name = args.cluster or config.cluster
     is_cpu = find_platform(os.environ.get("JAX_PLATFORMS", ""))[0] == "cpu"
     if name is None and (kept := kept_calibration(grounds, is_cpu)):
         name = str(kept)
     if name is None:
-        return Forecast(), "no forecast: neither --cluster nor a kept calibration"
+        print("no forecast: neither --cluster nor a kept calibration", flush=True)
+        return Forecast()
     cluster = dataclasses.replace(
         cluster_of(name, None), num_nodes=grounds.num_nodes, devices_per_node=grounds.devices_per_node
     )
-    points = [point for point in space.points() if grounds.why_invalid(point) is None]
     expected = forecast(points, grounds, _workload(config, cluster), cluster)
-    return expected, f"{len(points)} points can run; {len(expected.too_large)} do not fit, says the planner by {name}"
+    print(f"the planner, by {name}: {len(expected.too_large)} of them do not fit", flush=True)
+    return expected
 
 
 def _workload(config: TrainConfig, cluster: Cluster) -> Workload:
     return Workload(
-        model=planned_model(config.model, config.model_overrides, cluster, config.seq_len),
+        model=planned_model(config.model, config.model_overrides, cluster, config.seq_len, config.compute_dtype),
         optimizer=optimizer_of(config),
         global_batch=config.global_batch,
         seq_len=config.seq_len,
@@ -195,12 +198,11 @@ def _workload(config: TrainConfig, cluster: Cluster) -> Workload:
     )
 
 
-def _first(config: TrainConfig, space: SearchSpace, expected: Forecast) -> list[Point]:
+def _first(config: TrainConfig, grounds: Grounds, space: SearchSpace, expected: Forecast) -> list[Point]:
     """The run as its files have it, where that is a point of the space; then the planner's best."""
     values: dict[str, Any] = {name: getattr(config, name) for name in DIMENSIONS}
     own = space.canonical(Point(**values))
-    points = [own] if own in space else []
-    return [*points, *(point for point in expected.best(_NUM_PLANNED) if point != own)]
+    return [*([own] if own in space else []), *expected.best(_NUM_PLANNED, grounds)]
 
 
 def _identity(args: argparse.Namespace, config: TrainConfig, grounds: Grounds, space: SearchSpace) -> Mapping[str, Any]:

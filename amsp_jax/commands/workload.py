@@ -75,12 +75,14 @@ def workload_of(args: argparse.Namespace, cluster: Cluster) -> Workload:
     )
 
 
-def planned_model(name: str, overrides: Mapping[str, Any], cluster: Cluster, seq_len: int) -> Model:
+def planned_model(
+    name: str, overrides: Mapping[str, Any], cluster: Cluster, seq_len: int, compute_dtype: str = "bfloat16"
+) -> Model:
     """A named model as `train.py` would build it on the devices of a cluster."""
     head_dim = model_config(name, overrides).head_dim
     capability = compute_capability(cluster.device_kind)
     platform = "cuda" if capability else "other"
-    attention = choose_attention(platform, capability, head_dim, "bfloat16", seq_len)
+    attention = choose_attention(platform, capability, head_dim, compute_dtype, seq_len)
     return build_model(name, overrides, attention=attention.implementation)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -28,9 +30,12 @@ class Forecast:
     step_s: Mapping[Point, float] = dataclasses.field(default_factory=dict)
     too_large: Mapping[Point, str] = dataclasses.field(default_factory=dict)
 
-    def best(self, count: int) -> list[Point]:
-        """The points with the shortest steps, the best first."""
-        return sorted(self.step_s, key=self.step_s.__getitem__)[:count]
+    def best(self, count: int, grounds: Grounds) -> list[Point]:
+        """The points with the shortest steps, the best first; of those that are the same run, one."""
+        firsts: dict[str, Point] = {}
+        for point in sorted(self.step_s, key=self.step_s.__getitem__):
+            firsts.setdefault(grounds.key(point), point)
+        return list(firsts.values())[:count]
 
 
 def forecast(points: Iterable[Point], grounds: Grounds, workload: Workload, cluster: Cluster) -> Forecast:
@@ -45,17 +50,23 @@ def forecast(points: Iterable[Point], grounds: Grounds, workload: Workload, clus
     Raises:
       UserError: the cluster has no network or rates.
     """
-    scorer = Scorer(workload, cluster)
+    scorer, limit = Scorer(workload, cluster), cluster.memory_bytes
     step_s: dict[Point, float] = {}
     too_large: dict[Point, str] = {}
-    for point in points:
-        candidate = _candidate(point, grounds)
-        missing = scorer.needed_bytes(candidate) - cluster.memory_bytes
+
+    @functools.cache
+    def expected(candidate: Candidate) -> tuple[float, str]:
+        missing = scorer.needed_bytes(candidate) - limit
         if missing > 0:
-            limit_gib = cluster.memory_bytes / 2**30
-            too_large[point] = f"needs {missing / 2**30:.1f} GiB more than the {limit_gib:.1f} GiB of a device"
+            return math.inf, f"needs {missing / 2**30:.1f} GiB more than the {limit / 2**30:.1f} GiB of a device"
+        return scorer.estimate(candidate).step_s, ""
+
+    for point in points:
+        seconds, misfit = expected(_candidate(point, grounds))
+        if misfit:
+            too_large[point] = misfit
         else:
-            step_s[point] = scorer.estimate(candidate).step_s
+            step_s[point] = seconds
     return Forecast(step_s=step_s, too_large=too_large)
 
 

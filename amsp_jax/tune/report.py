@@ -71,12 +71,14 @@ def gin_lines(point: Point) -> list[str]:
 def importance(study: optuna.Study) -> Mapping[str, float]:
     """How much each setting decides whether a trial is among the best, as shares of 1; empty with too few trials.
 
-    By PED-ANOVA over measured trials: the best quarter, at least 5, against all (arXiv 2304.10255).
+    By PED-ANOVA: the values of the best quarter of the measured trials, at least 5, against all values alike
+    (arXiv 2304.10255). Against those of all trials a setting that the search settled early would count for nothing.
     """
     complete = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
     if len(complete) < MIN_FOR_IMPORTANCE:
         return {}
-    evaluator = PedAnovaImportanceEvaluator(target_quantile=max(_BEST_SHARE, _NUM_BEST / len(complete)))
+    share = max(_BEST_SHARE, _NUM_BEST / len(complete))
+    evaluator = PedAnovaImportanceEvaluator(target_quantile=share, evaluate_on_local=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return get_param_importances(study, evaluator=evaluator)

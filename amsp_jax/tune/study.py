@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -89,8 +90,11 @@ class Study:
         return sum(record.outcome.kind in RAN for record in self.records())
 
     def begin_with(self, points: Sequence[Point]) -> None:
-        """Queues the first points of a new study."""
+        """Queues the first points of a new study; of those that are the same run, the first."""
+        firsts: dict[str, Point] = {}
         for point in points:
+            firsts.setdefault(self._grounds.key(point), point)
+        for point in firsts.values():
             self.optuna.enqueue_trial(self._params(point))
 
     def search(self, num_trials: int, run: RunTrial, forecast: Forecast, told: Callable[[Record], None]) -> bool:
@@ -169,15 +173,29 @@ class Study:
         return {name: getattr(point, name) for name in DIMENSIONS if name in asked}
 
     def _nearest_untried(self, point: Point, forecast: Forecast) -> Point | None:
-        """Of the points that can run the one with the fewest other values, the fastest by the forecast among equals."""
+        """Of the points that can run the one with the fewest other values, the fastest by the forecast among equals.
+
+        Points with a value that has only failed so far come last.
+        """
         untried = (other for other in self._space.points() if self._grounds.key(other) not in self._seen)
         runnable = [other for other in untried if self._left_out(other, forecast) is None]
+        only_failed = self._only_failed()
 
-        def distance(other: Point) -> tuple[int, float]:
+        def order(other: Point) -> tuple[bool, int, float]:
+            is_risky = not only_failed.isdisjoint(dataclasses.asdict(other).items())
             differing = sum(getattr(point, name) != getattr(other, name) for name in DIMENSIONS)
-            return differing, forecast.step_s.get(other, float("inf"))
+            return is_risky, differing, forecast.step_s.get(other, math.inf)
 
-        return min(runnable, key=distance, default=None)
+        return min(runnable, key=order, default=None)
+
+    def _only_failed(self) -> set[tuple[str, Any]]:
+        """Names and values that trials ran with, but none that was measured."""
+        failed, measured = set[tuple[str, Any]](), set[tuple[str, Any]]()
+        for record in self.records():
+            if record.outcome.kind in RAN:
+                where = measured if record.outcome.kind is Kind.MEASURED else failed
+                where.update(dataclasses.asdict(record.point).items())
+        return failed - measured
 
     def _take_up(self, trials: Sequence[FrozenTrial]) -> None:
         """Puts back what was running when a search was killed."""
