@@ -131,19 +131,19 @@ def _ring_backward(residuals: tuple[jax.Array, ...], grad_BKGSH: jax.Array) -> t
     k_BKSH, v_BKSH, _ = lax.optimization_barrier((k_BKSH, v_BKSH, delta_BKGS))
 
     def meet(so_far: tuple[jax.Array, _Pair], kv: _Pair, step: jax.Array) -> tuple[jax.Array, _Pair]:
-        # The gradients of keys and values travel with them, and start with those of their own rank.
-        grad_q, grad_kv = so_far[0], _pass_on(so_far[1])
         more = _gradients_of_other(queries, *kv, is_earlier=rank() >= step)
-        return grad_q + more.q, (grad_kv[0] + more.k, grad_kv[1] + more.v)
+        return so_far[0] + more.q, _send_home((more.k, more.v), so_far[1], step)
 
     own = _gradients(queries, k_BKSH, v_BKSH, causal=True)
-    grad_q, grad_kv = _around(meet, (own.q, (own.k, own.v)), (k_BKSH, v_BKSH))
-    # The last step met the keys of the next rank: one hop more, and each gradient is at home.
-    grad_k, grad_v = _pass_on(grad_kv)
+    grad_q, under_way = _around(meet, (own.q, _from_home((own.k, own.v))), (k_BKSH, v_BKSH))
+    grad_k, grad_v = _at_home(under_way)
     return grad_q.astype(q_BKGSH.dtype), grad_k.astype(k_BKSH.dtype), grad_v.astype(v_BKSH.dtype)
 
 
 _ring.defvjp(_ring_forward, _ring_backward)
+
+
+# --- what travels
 
 
 def _around(meet: Callable[[Any, _Pair, jax.Array], Any], so_far: Any, kv: _Pair) -> Any:
@@ -151,26 +151,63 @@ def _around(meet: Callable[[Any, _Pair, jax.Array], Any], so_far: Any, kv: _Pair
 
     In `step` rank r has those of rank r - step, which is the earlier of the two if r >= step.
     """
+    gathered = lax.all_gather(kv, CONTEXT) if _in_pipeline() else None
+
+    def following(kv: _Pair, step: jax.Array) -> _Pair:
+        return _pass_on(kv) if gathered is None else jax.tree.map(lambda x: x[_source(step)], gathered)
 
     def body(state: tuple[Any, _Pair], step: jax.Array) -> tuple[tuple[Any, _Pair], None]:
         so_far, kv = state
-        coming = _pass_on(kv)
+        coming = following(kv, step + 1)
         return (meet(so_far, kv, step), coming), None
 
     # A loop, and so one step after the other: unrolled, the scores of all steps were alive at once.
     steps = jnp.arange(1, size(), dtype=jnp.int32)
-    (so_far, kv), _ = lax.scan(body, (so_far, _pass_on(kv)), steps[:-1])
+    (so_far, kv), _ = lax.scan(body, (so_far, following(kv, steps[0])), steps[:-1])
     return meet(so_far, kv, steps[-1])
+
+
+def _in_pipeline() -> bool:
+    """Then nothing goes around the ring: keys and values are all-gathered, their gradients reduce-scattered.
+
+    A permute is a meeting of all devices of the mesh, and stages of a pipeline may be at different work. The bytes on
+    the wire are the same, but a rank holds the keys and values of the whole sequence for as long as it attends to them.
+    """
+    return manual_size(STAGE) > 1
+
+
+def _source(step: jax.Array) -> jax.Array:
+    """The rank whose keys this one meets in `step`."""
+    return (rank() - step) % size()
 
 
 def _pass_on(pair: _Pair) -> _Pair:
     """To the next rank, and from the one before."""
-    if manual_size(STAGE) == 1:
-        ring = [(r, (r + 1) % size()) for r in range(size())]
-        return lax.ppermute(pair[0], CONTEXT, ring), lax.ppermute(pair[1], CONTEXT, ring)
-    # A permute is one meeting of all devices of the mesh, and the stages of a pipeline may be at different work.
-    before = (rank() - 1) % size()
-    return lax.all_gather(pair[0], CONTEXT)[before], lax.all_gather(pair[1], CONTEXT)[before]
+    return lax.ppermute(pair, CONTEXT, [(r, (r + 1) % size()) for r in range(size())])
+
+
+def _from_home(own: _Pair) -> _Pair:
+    """Gradients of a rank's own keys and values, to which those of other ranks' queries come."""
+    if not _in_pipeline():
+        return own
+    return jax.tree.map(lambda x: jnp.zeros((size(), *x.shape), x.dtype).at[rank()].set(x), own)
+
+
+def _send_home(more: _Pair, under_way: _Pair, step: jax.Array) -> _Pair:
+    """Adds gradients of the keys and values that were met in `step`: around the ring they follow those."""
+    if not _in_pipeline():
+        return jax.tree.map(jnp.add, _pass_on(under_way), more)
+    return jax.tree.map(lambda all_ranks, x: all_ranks.at[_source(step)].add(x), under_way, more)
+
+
+def _at_home(under_way: _Pair) -> _Pair:
+    """After the last step, which met the keys of the next rank: one hop more."""
+    if not _in_pipeline():
+        return _pass_on(under_way)
+    return jax.tree.map(lambda x: lax.psum_scatter(x, CONTEXT), under_way)
+
+
+# --- attention to one rank's keys
 
 
 class _Partial(NamedTuple):

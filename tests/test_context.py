@@ -126,6 +126,18 @@ def test_in_bfloat16_the_ring_is_near_float32(num_ranks):
         assert np.linalg.norm(got - expected) < 2**-7 * np.linalg.norm(expected)
 
 
+def test_beside_pipeline_stages_nothing_is_permuted():
+    arrays, num_ranks = draw(32, jnp.float32), 4
+    order, back = (f(32, num_ranks) for f in (context.zigzag, context.zigzag_inverse))
+    mesh = jax.make_mesh((2, num_ranks), ("stage", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs = (P(None, "context"),) * 4
+    step = jax.jit(jax.shard_map(ring, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False))
+    compiled = step.lower(*(x[:, order] for x in arrays)).compile()
+    assert {c.kind for c in collectives(compiled.as_text())} == {"all-gather", "reduce-scatter"}
+    for got, expected in zip(compiled(*(x[:, order] for x in arrays)), jax.jit(one_device)(*arrays), strict=True):
+        np.testing.assert_allclose(got[:, back], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
 # --- what it costs
 
 
