@@ -11,17 +11,21 @@ import textwrap
 import time
 from pathlib import Path
 
+import optax
 import pytest
 
 from amsp_jax.__main__ import main, parse_args
+from amsp_jax.cluster import Cluster, Link, Network, Rates, save_cluster
 from amsp_jax.errors import UserError
+from amsp_jax.planner import Workload
 from amsp_jax.tune import pictures, report
-from amsp_jax.tune.forecast import Forecast
+from amsp_jax.tune.forecast import Forecast, forecast, kept_calibration
 from amsp_jax.tune.grounds import Grounds
 from amsp_jax.tune.point import Point
 from amsp_jax.tune.space import search_space
 from amsp_jax.tune.study import JOURNAL, Study, held
 from amsp_jax.tune.trial import RAN, Interrupted, Kind, Runner
+from amsp_jax.user_cache import user_cache
 from models.registry import build_model
 
 # Writes the rows of a run whose step time is a sum over its settings; some settings do it harm.
@@ -332,6 +336,45 @@ def test_a_folder_has_one_search_and_nothing_else(tmp_path):
         pass
 
 
+# The planner.
+
+
+def planned(memory_bytes):
+    return Cluster(
+        name="small", num_nodes=1, devices_per_node=4, device_kind="cpu", memory_bytes=memory_bytes, peak_flops=None,
+        source="a test", network=Network(intra=Link(bytes_per_s=1e9, latency_s=1e-6), inter=None),
+        rates=Rates(
+            matmul={"float32": ((512, 512, 512, 1e10),)}, attention_flops_per_s=(1e10, 1e10), memory_bytes_per_s=1e10,
+            overlap_slowdown=1.0,
+        ),
+    )  # fmt: skip
+
+
+WORKLOAD = Workload(
+    model=GROUNDS.model, optimizer=optax.adamw(1e-3), global_batch=32, seq_len=64, compute_dtype="float32"
+)
+
+
+def test_the_planner_says_where_to_begin_and_what_does_not_fit():
+    points = [point for point in SPACE.points() if GROUNDS.why_invalid(point) is None]
+    all_fit = forecast(points, GROUNDS, WORKLOAD, planned(2**40))
+    assert set(all_fit.step_s) == set(points) and not all_fit.too_large
+    first, second = all_fit.best(2, GROUNDS)
+    assert all_fit.step_s[first] == min(all_fit.step_s.values()) and GROUNDS.key(first) != GROUNDS.key(second)
+    none_fits = forecast(points, GROUNDS, WORKLOAD, planned(1000))
+    assert set(none_fits.too_large) == set(points) and "GiB more than" in none_fits.too_large[first]
+
+
+def test_a_kept_calibration_of_the_same_devices_is_found(clean_environment):
+    assert kept_calibration(GROUNDS, is_cpu=True) is None
+    folder = user_cache() / "clusters"
+    folder.mkdir(parents=True)
+    for name, cluster in (("cpu_1x4_jax-1.json", planned(2**30)), ("cpu_1x8_jax-1.json", planned(2**30))):
+        save_cluster(cluster, folder / name)
+    assert kept_calibration(GROUNDS, is_cpu=True) == folder / "cpu_1x4_jax-1.json"
+    assert kept_calibration(GROUNDS, is_cpu=False) is None
+
+
 # What is told.
 
 
@@ -390,6 +433,7 @@ def test_the_command_reports_and_goes_on(trainer, tmp_path, capsys, clean_enviro
     assert main([*words, "12"]) == 0
     assert "12/12" in capsys.readouterr().out
     assert main([*words, "13", "--gin.SEQ_LEN=32"]) == 2
+    assert "holds a study with SEQ_LEN='16', not '32'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
