@@ -18,13 +18,11 @@ from jax.sharding import AbstractMesh, Mesh
 
 from amsp_jax import absent, hlo
 from amsp_jax.checks import batch_shape
-from amsp_jax.commands.workload import add_workload, cluster_lines, cluster_of, workload_of
+from amsp_jax.commands.workload import add_workload, candidate_of, cluster_lines, cluster_of, workload_of
 from amsp_jax.cost.communication import step_collectives
 from amsp_jax.cost.memory import MemoryEstimate
-from amsp_jax.plan import make_plan
+from amsp_jax.plan import plan_model
 from amsp_jax.planner import Candidate, Scorer, strategy_of
-from amsp_jax.stack import Remat
-from amsp_jax.strategy import parse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
     absent.stay_off_devices()
     cluster = cluster_of(args.cluster, args.nodes)
     workload = workload_of(args, cluster)
-    candidate = Candidate(parse(args.strategy).resolve(cluster.ranks), args.microbatch, Remat(args.remat))
+    candidate = candidate_of(args, args.strategy, workload, cluster)
     print("\n".join(cluster_lines(cluster)), flush=True)
     print(text(compile_candidate(Scorer(workload, cluster), candidate)))
 
@@ -113,8 +111,8 @@ def compile_candidate(scorer: Scorer, candidate: Candidate) -> CompiledStep:
     workload, cluster, degrees = scorer.workload, scorer.cluster, candidate.degrees
     shape = batch_shape(workload.global_batch, candidate.microbatch, degrees.ranks.total, workload.seq_len).shape
     found = absent.devices(absent.target_of(cluster.device_kind), cluster.num_nodes, cluster.devices_per_node)
-    params = workload.model.abstract_params()
-    plan = make_plan(strategy_of(degrees), params, degrees.ranks, found, workload.compute_dtype)
+    strategy, parallel = strategy_of(degrees), candidate.parallel
+    plan = plan_model(strategy, workload.model, degrees.ranks, found, workload.compute_dtype, parallel)
     start = time.perf_counter()
     compiled = absent.compile_step(workload.model, workload.optimizer, plan, scorer.settings(candidate), shape)
     compile_s = time.perf_counter() - start
@@ -162,8 +160,14 @@ def _compiled_traffic(found: Sequence[hlo.Collective], names: _AxisNames) -> Col
 
 
 def _predicted_traffic(scorer: Scorer, candidate: Candidate) -> Collectives:
+    """Leaf by leaf, as in the program; of a model that is cut whole messages, of which the bytes alone compare."""
     accumulation = candidate.accumulation(scorer.workload.global_batch)
-    counts = step_collectives(scorer.parts(candidate.degrees), scorer.wire, accumulation)
+    if candidate.parallel.total == 1:
+        counts = step_collectives(scorer.parts(candidate.degrees), scorer.wire, accumulation)
+    else:
+        counts = Counter()
+        for cost in scorer.message_costs(candidate):
+            counts[cost.message] += cost.count
     traffic: dict[tuple[str, str], Traffic] = defaultdict(Traffic)
     for one, count in counts.items():
         traffic[one.kind, _joined(one.axes)] += Traffic(count, count * one.num_bytes)
@@ -174,8 +178,8 @@ def text(step: CompiledStep) -> str:
     """Memory, collectives and what hides them, the planner's numbers beside XLA's."""
     point = step.candidate
     head = (
-        f"{point.degrees} microbatch={point.microbatch} remat={point.remat}: compiled in {step.compile_s:.1f} s for "
-        f"{point.degrees.ranks.total} {step.device_kind} that are not here, by XLA of jax {jax.__version__}"
+        f"{point}: compiled in {step.compile_s:.1f} s for "
+        f"{point.num_devices} {step.device_kind} that are not here, by XLA of jax {jax.__version__}"
     )
     return "\n\n".join([head, _memory_table(step), _collectives_table(step), _spans_table(step), _sync_line(step)])
 

@@ -17,17 +17,19 @@ from amsp_jax.commands.compile import text as compile_text
 from amsp_jax.commands.workload import (
     add_workload,
     basis_lines,
+    candidate_of,
     check_count,
     cluster_line,
     cluster_of,
     flag_of,
     longest_sequence,
     model_overrides,
+    nearest_multiples,
+    parallel_of,
     workload_of,
 )
 from amsp_jax.errors import UserError
 from amsp_jax.planner import (
-    Candidate,
     NothingFits,
     Objective,
     Ranking,
@@ -40,11 +42,16 @@ from amsp_jax.planner import (
 )
 from amsp_jax.planner.pictures import best_by_size, plot_best
 from amsp_jax.stack import Remat
-from amsp_jax.strategy import parse
 from models.registry import MODELS, build_model
 
-SEARCHED = ("microbatch", "remat")
+ALWAYS = "strategy"
+"""Searched whether named or not."""
+CUT = ("tensor", "pipeline", "context", "virtual-stages")
+SEARCHED = ("microbatch", "remat", *CUT)
 _MICROBATCHES = (1, 2, 4, 8, 16)
+_CHUNKS = (1, 2, 3, 4)
+# More than any model that is named here has blocks.
+_MOST_STAGES = 128
 _PICTURES = (".png", ".pdf", ".svg")
 # Of the heat map: models from here up, and nodes up to here unless more are asked for.
 _SMALLEST_PARAMS = 1e9
@@ -100,7 +107,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--memory-limit {args.memory_limit:g}: GiB of a device, from 0.001 to a million, such as 70")
     for name in _searched(args):
         if name not in SEARCHED:
-            raise UserError(f"--search {args.search}: {name!r} is unknown; one or both of {','.join(SEARCHED)}")
+            raise UserError(f"--search {args.search}: {name!r} is unknown; some of {','.join((ALWAYS, *SEARCHED))}")
+    parallel_of(args)
     if args.explain is not None:
         for flag in ("search", "plot", "any_nodes", "verify"):
             if getattr(args, flag):
@@ -108,6 +116,8 @@ def _check(args: argparse.Namespace) -> None:
         if args.objective != Objective.STEP_TIME:
             raise UserError("--explain tells the step time and nothing of --objective paper; leave one out")
     if args.plot:
+        if set(_searched(args)) & set(CUT) or parallel_of(args).total > 1:
+            raise UserError("--plot draws data parallelism alone; leave it out, or tensor, pipeline and context at 1")
         _check_picture(args.plot)
 
 
@@ -122,30 +132,45 @@ def _check_picture(path: Path) -> None:
 
 
 def _check_batch(args: argparse.Namespace, cluster: Cluster) -> None:
-    """Of several microbatches one is enough."""
+    """Of several microbatches one is enough; a cut model has many numbers of data ranks, which the search looks at."""
+    if not _space(args, cluster).is_data_parallel:
+        return
     ranks, batch = cluster.ranks.total, args.global_batch
-    units = [microbatch * ranks for microbatch in _space(args).microbatches]
+    units = [microbatch * ranks for microbatch in _space(args, cluster).microbatches]
     if all(batch % unit for unit in units):
         unit = min(units)
-        near = sorted({max(unit, batch // unit * unit), (batch // unit + 1) * unit})
         raise UserError(
             f"--global-batch {batch} does not divide by {unit} = {unit // ranks} (microbatch) x {ranks} devices; "
-            f"{' or '.join(map(str, near))} does"
+            f"{nearest_multiples(batch, unit)} does"
         )
 
 
 def _searched(args: argparse.Namespace) -> tuple[str, ...]:
-    return tuple(name for name in args.search.split(",") if name)
+    return tuple(name for name in args.search.split(",") if name not in ("", ALWAYS))
 
 
-def _space(args: argparse.Namespace) -> Space:
+def _space(args: argparse.Namespace, cluster: Cluster) -> Space:
+    """What is fixed is itself alone; what is searched are all numbers that may divide."""
+    parallel = parallel_of(args)
     searched = _searched(args)
     microbatches = {args.microbatch, *(_MICROBATCHES if "microbatch" in searched else ())}
     return Space(
         microbatches=tuple(sorted(microbatches)),
         remats=tuple(Remat) if "remat" in searched else (Remat(args.remat),),
         fill_nodes=not args.any_nodes,
+        tensors=_sizes("tensor", parallel.tensor, searched, cluster.devices_per_node),
+        pipelines=_sizes("pipeline", parallel.pipeline, searched, cluster.num_devices),
+        contexts=_sizes("context", parallel.context, searched, cluster.devices_per_node),
+        virtual_stages=_CHUNKS if "virtual-stages" in searched else (args.virtual_stages,),
+        schedule=args.schedule,
     )
+
+
+def _sizes(name: str, fixed: int, searched: tuple[str, ...], num_devices: int) -> tuple[int, ...]:
+    """The divisors of as many devices where it is searched, the most stages a model has blocks for aside."""
+    if name not in searched:
+        return (fixed,)
+    return tuple(size for size in range(1, min(num_devices, _MOST_STAGES) + 1) if num_devices % size == 0)
 
 
 def _limit(args: argparse.Namespace, cluster: Cluster) -> int:
@@ -155,7 +180,11 @@ def _limit(args: argparse.Namespace, cluster: Cluster) -> int:
 def _asked(args: argparse.Namespace) -> str:
     """What is planned, in a line."""
     overrides = "" if args.model_overrides == "{}" else f" with {args.model_overrides}"
-    fixed = [f"{name} {getattr(args, name)}" for name in SEARCHED if name not in _searched(args)]
+    fixed = [
+        f"{name} {_value(args, name)}"
+        for name in SEARCHED
+        if name not in _searched(args) and (name not in CUT or _value(args, name) > 1)
+    ]
     return ", ".join(
         [
             f"{args.model}{overrides}: {args.global_batch} sequences of {args.seq_len} tokens a step",
@@ -164,6 +193,10 @@ def _asked(args: argparse.Namespace) -> str:
             f"gradients reduced in {args.reduce_dtype}",
         ]
     )
+
+
+def _value(args: argparse.Namespace, name: str) -> Any:
+    return getattr(args, name.replace("-", "_"))
 
 
 def _context(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
@@ -185,10 +218,10 @@ def _context(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
 
 
 def _rank(args: argparse.Namespace, workload: Workload, cluster: Cluster) -> None:
-    space, objective, limit = _space(args), Objective(args.objective), _limit(args, cluster)
+    space, objective, limit = _space(args, cluster), Objective(args.objective), _limit(args, cluster)
     out = sys.stderr if args.json else sys.stdout
     try:
-        ranking = search(workload, cluster, space, objective, limit)
+        ranking = search(workload, cluster, space, objective, limit, max(args.top, args.verify or 0))
     except NothingFits:
         raise UserError(nothing_fits(workload, cluster, space, objective, limit)) from None
     print(_text(args, ranking, cluster), file=out, flush=True)
@@ -216,7 +249,7 @@ def _text(args: argparse.Namespace, ranking: Ranking, cluster: Cluster) -> str:
 
 
 def _explain(args: argparse.Namespace, workload: Workload, cluster: Cluster) -> None:
-    candidate = Candidate(parse(args.explain).resolve(cluster.ranks), args.microbatch, Remat(args.remat))
+    candidate = candidate_of(args, args.explain, workload, cluster)
     scorer, limit = Scorer(workload, cluster), _limit(args, cluster)
     estimate, costs = scorer.estimate(candidate, record=True), scorer.message_costs(candidate)
     text = f"{_asked(args)}\n{cluster_line(cluster)}\n\n{report.explanation(estimate, costs, limit)}\n"
@@ -233,7 +266,13 @@ def _plot(args: argparse.Namespace, workload: Workload, cluster: Cluster) -> Non
     nodes = {2**i for i in range(max(_MOST_NODES, cluster.num_nodes).bit_length())} | {cluster.num_nodes}
     progress = _Progress()
     grid = best_by_size(
-        workloads, cluster, sorted(nodes), _space(args), Objective(args.objective), _limit(args, cluster), progress
+        workloads,
+        cluster,
+        sorted(nodes),
+        _space(args, cluster),
+        Objective(args.objective),
+        _limit(args, cluster),
+        progress,
     )
     progress.close()
     plot_best(grid, args.plot, (workload.model.name, cluster.num_nodes), _caption(args, cluster))
@@ -260,7 +299,7 @@ def _sibling(args: argparse.Namespace, name: str, cluster: Cluster) -> Workload:
 def _caption(args: argparse.Namespace, cluster: Cluster) -> str:
     each = args.global_batch // cluster.num_devices
     searched = _searched(args)
-    told = [f"{name} {'searched' if name in searched else getattr(args, name)}" for name in SEARCHED]
+    told = [f"{name} {'searched' if name in searched else _value(args, name)}" for name in SEARCHED[:2]]
     told.append(f"gradients reduced in {args.reduce_dtype}")
     told.append(f"{_limit(args, cluster) / 2**30:.1f} GiB a device; framed: as asked")
     return f"{each} sequence{'s' * (each > 1)} a device and step, {', '.join(told)}"

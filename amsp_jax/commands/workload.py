@@ -11,12 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from amsp_jax.cluster import CLUSTERS, Cluster, compute_capability, load_cluster, named_cluster
+from amsp_jax.context import check_sequence
 from amsp_jax.errors import UserError
 from amsp_jax.model import Model
 from amsp_jax.optimizer import OPTIMIZERS, make_optimizer
-from amsp_jax.planner import Estimate, Workload
+from amsp_jax.parallel import ModelParallel
+from amsp_jax.planner import Candidate, Estimate, Workload
 from amsp_jax.planner.report.text import WIDTH
+from amsp_jax.schedule import NAMES as SCHEDULES
+from amsp_jax.schedule import Schedule, assign_blocks
 from amsp_jax.stack import Remat
+from amsp_jax.strategy import parse
 from models.layers import choose_attention
 from models.registry import build_model, model_config
 
@@ -35,6 +40,50 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--remat", default="projections", choices=list(Remat), help="(default: %(default)s)")
     parser.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS), help="(default: %(default)s)")
     parser.add_argument("--reduce-dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--tensor", type=int, default=1, help="parts of each matrix, inside a node (default: 1)")
+    parser.add_argument("--pipeline", type=int, default=1, help="stages, each with a part of the blocks (default: 1)")
+    parser.add_argument("--context", type=int, default=1, help="parts of each sequence, inside a node (default: 1)")
+    parser.add_argument("--schedule", default="1f1b", choices=SCHEDULES, help="of the stages (default: %(default)s)")
+    parser.add_argument("--virtual-stages", type=int, default=1, help="chunks of blocks a stage (default: 1)")
+
+
+def parallel_of(args: argparse.Namespace) -> ModelParallel:
+    """What the model is cut into.
+
+    Raises:
+      UserError: a number below 1.
+    """
+    for flag in ("tensor", "pipeline", "context", "virtual_stages"):
+        check_count(args, flag)
+    return ModelParallel(pipeline=args.pipeline, context=args.context, tensor=args.tensor)
+
+
+def candidate_of(args: argparse.Namespace, strategy: str, workload: Workload, cluster: Cluster) -> Candidate:
+    """One strategy with the arguments of `add_workload`.
+
+    Raises:
+      UserError: devices, blocks, sequence or microbatches do not divide.
+    """
+    parallel = parallel_of(args)
+    degrees = parse(strategy).resolve(parallel.data_ranks(cluster.num_nodes, cluster.devices_per_node))
+    check_sequence(workload.seq_len, parallel.context, parallel.tensor)
+    candidate = Candidate(degrees, args.microbatch, Remat(args.remat), parallel, args.virtual_stages, args.schedule)
+    unit = candidate.microbatch * degrees.ranks.total
+    if workload.global_batch % unit:
+        raise UserError(
+            f"--global-batch {workload.global_batch} does not divide by {unit} = {candidate.microbatch} (microbatch) x "
+            f"{degrees.ranks.total} data ranks; {nearest_multiples(workload.global_batch, unit)} does"
+        )
+    if parallel.pipeline > 1 or args.virtual_stages > 1:
+        accumulation = candidate.accumulation(workload.global_batch)
+        Schedule(args.schedule, parallel.pipeline, args.virtual_stages, accumulation)
+        assign_blocks(len(workload.model.blocks), parallel.pipeline, args.virtual_stages)
+    return candidate
+
+
+def nearest_multiples(number: int, unit: int) -> str:
+    """`992 or 1008`: multiples of a unit, at least one of it."""
+    return " or ".join(map(str, sorted({max(unit, number // unit * unit), (number // unit + 1) * unit})))
 
 
 def cluster_of(name: str, nodes: int | None) -> Cluster:

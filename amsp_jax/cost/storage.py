@@ -12,7 +12,9 @@ import optax
 
 from amsp_jax.cost.sketch import Sketch
 from amsp_jax.optimizer import abstract_opt_state, moment_plans
-from amsp_jax.plan import LeafPlan, Plan, key_name
+from amsp_jax.parallel import ModelParallel
+from amsp_jax.plan import MASTER_BYTES, LeafPlan, Plan, key_name
+from amsp_jax.strategy import Degrees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +23,45 @@ class StoredLeaf:
 
     num_bytes: int
     count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StateBytes:
+    """A model's states, to bound a device's from below without a plan.
+
+    Attributes:
+      num_values: parameters of the whole model.
+      num_ends: those of embedding and head.
+      stored_bytes: of the master and the optimizer's state of all parameters.
+      copy_bytes, grad_bytes: of a value of the step's copy, and of an accumulated gradient.
+    """
+
+    num_values: int
+    num_ends: int
+    stored_bytes: int
+    copy_bytes: int
+    grad_bytes: int = 4
+
+    @classmethod
+    def of(cls, sketch: Sketch, plan: Plan, optimizer: optax.GradientTransformation) -> StateBytes:
+        """Of a model; `plan` is that of one device."""
+        embed, _, head = sketch.model.split(plan.leaves)
+        values = sum(math.prod(leaf.shape) * count for leaf, count in leaf_counts(sketch, plan))
+        states = sum(leaf.num_bytes * leaf.count for leaf in stored_opt_state(sketch, plan, optimizer))
+        ends = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((embed, head)))
+        return cls(values, ends, MASTER_BYTES * values + states, plan.compute_dtype.itemsize)
+
+    def least(self, degrees: Degrees, parallel: ModelParallel, accumulates: bool) -> float:
+        """Bytes that no device of these degrees falls below: nothing is padded, and everything splits.
+
+        stored / (t p s_os) + [2 n / (t s_p) unless P = OS] + [4 n / (t s_g) if it accumulates]; n: a stage's values
+        """
+        t, p = parallel.tensor, parallel.pipeline
+        local = self.num_ends + (self.num_values - self.num_ends) / p
+        total = self.stored_bytes / (t * p * degrees.opt_state.total)
+        if p * degrees.opt_state.total > degrees.params.total:
+            total += self.copy_bytes * local / (t * degrees.params.total)
+        return total + (self.grad_bytes * local / (t * degrees.grads.total) if accumulates else 0)
 
 
 def leaf_counts(sketch: Sketch, plan: Plan) -> list[tuple[LeafPlan, int]]:

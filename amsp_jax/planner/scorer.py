@@ -16,7 +16,7 @@ from amsp_jax.cost.memory import MemoryEstimate
 from amsp_jax.cost.papers import amsp
 from amsp_jax.cost.ranks import Share, rank_trace, shares
 from amsp_jax.cost.sketch import Sketch
-from amsp_jax.cost.storage import leaf_counts
+from amsp_jax.cost.storage import StateBytes, leaf_counts
 from amsp_jax.cost.ticks import Chunks, OnceTimes, pipeline_timeline, tick_counts
 from amsp_jax.cost.timeline import PartTimes, StepTimes, Timeline, simulate
 from amsp_jax.cost.trace import ModelTrace, trace_model
@@ -167,7 +167,13 @@ class Scorer:
 
     def settings(self, candidate: Candidate) -> StepSettings:
         """Of the step that would run."""
-        return StepSettings(reduce_dtype=self.workload.reduce_dtype, remat=candidate.remat, peel=self.workload.peel)
+        return StepSettings(
+            reduce_dtype=self.workload.reduce_dtype,
+            remat=candidate.remat,
+            peel=self.workload.peel,
+            schedule=candidate.schedule,
+            virtual_stages=candidate.virtual_stages,
+        )
 
     def schedule(self, candidate: Candidate) -> Schedule:
         """Of its pipeline.
@@ -225,12 +231,27 @@ class Scorer:
         return timeline.with_inline(accumulation * inline) if inline else timeline
 
     def _pipelined(self, candidate: Candidate, times: StepTimes) -> Timeline:
-        schedule, chunks = self.schedule(candidate), self._chunks(candidate)
-        local = [times.parts[0], *(times.parts[1 + block] for block in chunks.fullest), times.parts[-1]]
-        start_s, end_s = (sum(part.phase_s(phase) for part in local) for phase in (Phase.START, Phase.END))
-        once = OnceTimes(start_s, end_s, times.optimizer_s)
-        send_s = model_axes.seconds(self.network, self._send(candidate))
-        return pipeline_timeline(schedule, chunks, times.parts, once, send_s, self.rates.overlap_slowdown)
+        once = self._once_s(candidate.degrees, candidate.parallel, candidate.virtual_stages)
+        send_s, slowdown = model_axes.seconds(self.network, self._send(candidate)), self.rates.overlap_slowdown
+        return pipeline_timeline(self.schedule(candidate), self._chunks(candidate), times.parts, once, send_s, slowdown)
+
+    @functools.cache  # noqa: B019
+    def _once_s(self, degrees: Degrees, parallel: ModelParallel, virtual_stages: int) -> OnceTimes:
+        """Of the stage with the most blocks, and of both ends, which every stage gathers and reduces."""
+        kinds = self._local_kinds(parallel, virtual_stages)
+        seconds = {
+            phase: sum(
+                n * sum(s for m, s in costs if m.phase is phase)
+                for n, costs in zip(kinds, self._messages(degrees, parallel), strict=True)
+            )
+            for phase in ONCE
+        }
+        return OnceTimes(seconds[Phase.START], seconds[Phase.END], self._optimizer_s(degrees, parallel))
+
+    @functools.cache  # noqa: B019
+    def _optimizer_s(self, degrees: Degrees, parallel: ModelParallel) -> float:
+        plan = self.plan(degrees, parallel)
+        return compute.optimizer_seconds(self.sketch, plan, self.workload.optimizer, self.rates)
 
     def _chunks(self, candidate: Candidate) -> Chunks:
         return Chunks.of(len(self.sketch.order), candidate.parallel.pipeline, candidate.virtual_stages)
@@ -249,6 +270,17 @@ class Scorer:
         send_s = model_axes.seconds(self.network, self._send(candidate))
         nothing = OnceTimes(0.0, 0.0, 0.0)
         return pipeline_timeline(self.schedule(candidate), self._chunks(candidate), places, nothing, send_s, 1.0).step_s
+
+    def bound_s(self, candidate: Candidate, least_s: float) -> float:
+        """What the candidate's step does not fall below, from `least_s` of its kind, without simulating it."""
+        if candidate.parallel.pipeline == 1:
+            return least_s
+        once = self._once_s(candidate.degrees, candidate.parallel, candidate.virtual_stages)
+        return least_s + once.start_s + once.end_s + once.optimizer_s
+
+    def check_split(self, parallel: ModelParallel) -> None:
+        """Raises UserError if the model does not split over the tensor or context ranks."""
+        self._shares(dataclasses.replace(parallel, pipeline=1))
 
     def _objective_s(self, candidate: Candidate, timeline: Timeline) -> float:
         if self.objective is Objective.STEP_TIME:
@@ -270,6 +302,16 @@ class Scorer:
     @functools.cached_property
     def _whole_leaves(self) -> list[tuple[LeafPlan, int]]:
         return leaf_counts(self.sketch, self.plan(parse("ddp").resolve(self.cluster.ranks)))
+
+    def least_bytes(self, candidate: Candidate) -> float:
+        """What the candidate's memory does not fall below: its states without padding."""
+        accumulates = candidate.parallel.pipeline > 1 or candidate.accumulation(self.workload.global_batch) > 1
+        return self._state_bytes.least(candidate.degrees, candidate.parallel, accumulates)
+
+    @functools.cached_property
+    def _state_bytes(self) -> StateBytes:
+        plan = self.plan(parse("ddp").resolve(DataRanks(1)))
+        return StateBytes.of(self.sketch, plan, self.workload.optimizer)
 
     def needed_bytes(self, candidate: Candidate) -> int:
         """Of one device: the peak with a margin; for the paper's objective, its formula and the saved activations."""
@@ -299,7 +341,8 @@ class Scorer:
         if len(names) == 3:
             names[1] = "each block"
         accumulation = candidate.accumulation(self.workload.global_batch)
-        uses, inner = self._uses(candidate), self._inner_messages(candidate.microbatch, candidate.kept, candidate.inner)
+        uses = self._local_kinds(candidate.parallel, candidate.virtual_stages)
+        inner = self._inner_messages(candidate.microbatch, candidate.kept, candidate.inner)
         # A stage goes forward twice, the second time for its backward pass.
         passes = 2 if candidate.parallel.pipeline > 1 else 1
         found = []
@@ -320,11 +363,12 @@ class Scorer:
             for name, message, count, seconds in found
         ]
 
-    def _uses(self, candidate: Candidate) -> list[int]:
-        """How many parts of one device are of each distinct kind."""
+    def _local_kinds(self, parallel: ModelParallel, virtual_stages: int) -> list[int]:
+        """How many parts of one device are of each distinct kind, where a stage has the most."""
         order = self.sketch.order
-        if candidate.parallel.pipeline > 1:
-            order = tuple(order[block] for block in self._chunks(candidate).fullest)
+        if parallel.pipeline > 1:
+            chunks = Chunks.of(len(order), parallel.pipeline, virtual_stages)
+            order = tuple(order[block] for block in chunks.fullest)
         return [1, *(order.count(kind) for kind in range(len(self.sketch.model.blocks))), 1]
 
     def _step_times(self, candidate: Candidate) -> StepTimes:
@@ -340,7 +384,7 @@ class Scorer:
         _, blocks, _ = self.sketch.model.split(plan.leaves)
         return StepTimes(
             parts=[times[kind] for kind in parts.order],
-            optimizer_s=compute.optimizer_seconds(self.sketch, plan, self.workload.optimizer, self.rates),
+            optimizer_s=self._optimizer_s(degrees, parallel),
             window=reduction_window(blocks),
             overlap_slowdown=self.rates.overlap_slowdown,
             # A result of the thresholds in `xla_flags.combine_thresholds`: a whole block gathered, a block's G shard.

@@ -12,6 +12,7 @@ from amsp_jax.cluster import Cluster
 from amsp_jax.cost.communication import Phase
 from amsp_jax.cost.papers import amsp
 from amsp_jax.errors import UserError
+from amsp_jax.planner.layouts import Found, groups, look_through
 from amsp_jax.planner.scorer import Scorer
 from amsp_jax.planner.types import (
     Candidate,
@@ -36,8 +37,9 @@ def search(
     space: Space,
     objective: Objective = Objective.STEP_TIME,
     memory_bytes: int | None = None,
+    num_exact: int = 10,
 ) -> Ranking:
-    """Scores every candidate of the space.
+    """Scores every candidate of the space; where models are cut, all that may be among the best.
 
     Args:
       workload: what is trained.
@@ -45,6 +47,7 @@ def search(
       space: what to look through.
       objective: what to minimise.
       memory_bytes: of one device; the cluster's if None.
+      num_exact: where models are cut, so many of the first are certain to be those of the whole space.
 
     Raises:
       NothingFits: every candidate is too large; the message says by how much the nearest misses.
@@ -52,6 +55,8 @@ def search(
     """
     limit = cluster.memory_bytes if memory_bytes is None else memory_bytes
     scorer = Scorer(workload, cluster, objective)
+    if not space.is_data_parallel:
+        return _search_layouts(scorer, space, limit, num_exact)
     ranked: list[Estimate] = []
     rejected: list[Rejection] = []
     for degrees in all_degrees(cluster.ranks):
@@ -68,6 +73,22 @@ def search(
         rejected=tuple(rejected),
         memory_bytes=limit,
         objective=objective,
+    )
+
+
+def _search_layouts(scorer: Scorer, space: Space, limit: int, num_exact: int) -> Ranking:
+    if scorer.objective is Objective.PAPER:
+        raise UserError("--objective paper knows no tensor, pipeline or context ranks; leave them at 1")
+    found = look_through(scorer, space, limit, num_exact)
+    if not found.ranked:
+        raise _layouts_misfit(scorer, space, found, limit)
+    ranked = tuple(sorted(found.ranked, key=_order))
+    return Ranking(
+        ranked=ranked,
+        rejected=tuple(found.rejected),
+        memory_bytes=limit,
+        objective=scorer.objective,
+        not_scored=found.not_scored,
     )
 
 
@@ -107,6 +128,26 @@ def _refuse(candidate: Candidate, reason: Reason | None, workload: Workload) -> 
 def _too_large(scorer: Scorer, candidate: Candidate, limit: int) -> Rejection | None:
     missing = scorer.needed_bytes(candidate) - limit
     return Rejection(candidate, Reason.MEMORY, missing) if missing > 0 else None
+
+
+def _layouts_misfit(scorer: Scorer, space: Space, found: Found, limit: int) -> UserError:
+    """By how much the nearest misses, of those that shard everything; or why there was nothing to score."""
+    points = [group.point for group in groups(scorer, space)[0]]
+    model, cluster = scorer.workload.model.name, scorer.cluster
+    if not points:
+        reasons = ", ".join(f"{count} x {reason}" for reason, count in found.not_scored.most_common())
+        return UserError(
+            f"no way to cut {model} for {cluster.num_nodes} x {cluster.devices_per_node} devices with "
+            f"--global-batch {scorer.workload.global_batch}: {reasons}; search more of tensor, pipeline, context, "
+            "microbatch, or change the batch"
+        )
+    nearest = min(points, key=scorer.needed_bytes)
+    missing = scorer.needed_bytes(nearest) - limit
+    return UserError(
+        f"no strategy for {model} fits on {cluster.num_devices} {cluster.device_kind}: the nearest that shards "
+        f"everything ({nearest}) misses {missing / 2**30:.1f} GiB a device; search more of tensor, pipeline, remat "
+        "and microbatch, or add nodes"
+    )
 
 
 def _misfit(rejected: list[Rejection], workload: Workload, cluster: Cluster, space: Space) -> UserError:

@@ -111,6 +111,19 @@ class Candidate:
     virtual_stages: int = 1
     schedule: str = "1f1b"
 
+    def __str__(self) -> str:
+        text = f"{self.degrees}, "
+        sizes = (
+            ("tensor", self.parallel.tensor),
+            ("pipeline", self.parallel.pipeline),
+            ("context", self.parallel.context),
+        )
+        text += "".join(f"{name} {size}, " for name, size in sizes if size > 1)
+        if self.parallel.pipeline > 1:
+            chunks = f" of {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
+            text += f"schedule {self.schedule}{chunks}, "
+        return f"{text}microbatch {self.microbatch}, remat {self.remat}"
+
     @property
     def inner(self) -> ModelParallel:
         """The ranks that share a stage's work on a microbatch."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from amsp_jax.cost.memory import MemoryEstimate
 from amsp_jax.cost.timeline import Event
-from amsp_jax.planner.report.table import TERMS, point_text
+from amsp_jax.planner.report.table import TERMS
 from amsp_jax.planner.report.text import aligned, counted, gib, percent, seconds
 from amsp_jax.planner.scorer import MEASURED, MessageCost
 from amsp_jax.planner.types import Estimate
@@ -35,7 +35,7 @@ def explanation(estimate: Estimate, messages: Sequence[MessageCost], memory_byte
     """
     return "\n\n".join(
         [
-            f"{point_text(estimate.candidate)}, {counted(estimate.accumulation, 'microbatch')} a step",
+            f"{estimate.candidate}, {counted(estimate.accumulation, 'microbatch')} a step",
             _summary(estimate),
             _memory_bars(estimate.memory, memory_bytes),
             _streams(estimate) if estimate.timeline.events else _ticks(estimate),

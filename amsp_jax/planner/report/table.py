@@ -137,16 +137,6 @@ def field_text(candidate: Candidate, name: str) -> str:
     return str(getattr(candidate.parallel if name in _CUT else candidate, name))
 
 
-def point_text(candidate: Candidate) -> str:
-    """A candidate in words: what the model is cut into where it is, microbatch and rematerialisation."""
-    text = f"{candidate.degrees}, "
-    text += "".join(f"{name} {size}, " for name in _CUT if (size := getattr(candidate.parallel, name)) > 1)
-    if candidate.parallel.pipeline > 1:
-        chunks = f" of {candidate.virtual_stages} virtual stages each" if candidate.virtual_stages > 1 else ""
-        text += f"schedule {candidate.schedule}{chunks}, "
-    return f"{text}microbatch {candidate.microbatch}, remat {candidate.remat}"
-
-
 def rejected_lines(ranking: Ranking) -> str:
     """How many candidates are not ranked, by reason; of those too large, by how much the nearest misses."""
     lines = [f"{len(ranking.ranked):5d} ranked"]

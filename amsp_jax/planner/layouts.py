@@ -1,0 +1,146 @@
+"""The space with models that are cut: layouts, and the search through them by bounds.
+
+With tensor, pipeline and context ranks there are hundreds of thousands of points. Those that differ in their strategy
+alone share a bound: their computing, the collectives of the cut model and its bubble, which no strategy avoids. Groups
+are looked at by rising bound, until the bounds alone are longer than the best of what was scored in full. So the first
+of the ranking is the minimum of the whole space; what was left out is counted, with why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from amsp_jax.context import check_sequence
+from amsp_jax.errors import UserError
+from amsp_jax.parallel import ModelParallel
+from amsp_jax.planner.scorer import Scorer
+from amsp_jax.planner.types import Candidate, Estimate, Reason, Rejection, Space
+from amsp_jax.schedule import assign_blocks
+from amsp_jax.stack import Remat
+from amsp_jax.strategy import Degrees, all_degrees, parse
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Points that differ in their strategy alone.
+
+    Attributes:
+      point: one of them, with everything sharded over everything.
+      degrees: their strategies.
+      least_s: no step of any of them is shorter.
+    """
+
+    point: Candidate
+    degrees: Sequence[Degrees]
+    least_s: float
+
+    def candidates(self) -> Iterator[Candidate]:
+        """The points."""
+        return (dataclasses.replace(self.point, degrees=degrees) for degrees in self.degrees)
+
+
+@dataclasses.dataclass
+class Found:
+    """What a search has come to.
+
+    Attributes:
+      ranked, rejected: of the points that were looked at one by one.
+      not_scored: of the others.
+    """
+
+    ranked: list[Estimate]
+    rejected: list[Rejection]
+    not_scored: Counter[Reason]
+
+
+def groups(scorer: Scorer, space: Space) -> tuple[list[Group], Counter[Reason]]:
+    """The groups of a space by rising bound, and how many points are in none, by reason."""
+    found: list[Group] = []
+    left_out: Counter[Reason] = Counter()
+    for parallel in layouts(space):
+        variants = list(_variants(parallel, space))
+        try:
+            ranks = parallel.data_ranks(scorer.cluster.num_nodes, scorer.cluster.devices_per_node)
+        except UserError:
+            left_out[Reason.DEVICES] += len(variants)
+            continue
+        degrees = all_degrees(ranks)
+        kept = [one for one in degrees if not (space.fill_nodes and one.warnings)]
+        full = parse("zero3").resolve(ranks)
+        for virtual_stages, microbatch, remat in variants:
+            point = Candidate(full, microbatch, remat, parallel, virtual_stages, space.schedule)
+            if reason := _refused(scorer, point):
+                left_out[reason] += len(degrees)
+                continue
+            left_out[Reason.NODE_NOT_FULL] += len(degrees) - len(kept)
+            found.append(Group(point, kept, scorer.least_s(point)))
+    return sorted(found, key=lambda group: group.least_s), +left_out
+
+
+def layouts(space: Space) -> Iterator[ModelParallel]:
+    """Every way to cut a model, stages that are fewer first."""
+    for pipeline, context, tensor in itertools.product(space.pipelines, space.contexts, space.tensors):
+        yield ModelParallel(pipeline=pipeline, context=context, tensor=tensor)
+
+
+def _variants(parallel: ModelParallel, space: Space) -> Iterator[tuple[int, int, Remat]]:
+    """Virtual stages, microbatch and rematerialisation, without those that are the same program as another."""
+    chunks, remats = space.virtual_stages, space.remats
+    if parallel.pipeline == 1:
+        chunks = (1,)
+    elif Remat.FULL in remats:
+        # In a pipeline `full` and `none` keep the same: see `Candidate.kept`.
+        remats = tuple(remat for remat in remats if remat is not Remat.NONE)
+    return itertools.product(chunks, space.microbatches, remats)
+
+
+def _refused(scorer: Scorer, point: Candidate) -> Reason | None:
+    """Why no strategy of a group can be had, as the step would say."""
+    workload, parallel = scorer.workload, point.parallel
+    if workload.global_batch % (point.microbatch * point.degrees.ranks.total):
+        return Reason.BATCH
+    try:
+        check_sequence(workload.seq_len, parallel.context, parallel.tensor)
+        scorer.check_split(parallel)
+        if parallel.pipeline > 1:
+            assign_blocks(len(scorer.sketch.order), parallel.pipeline, point.virtual_stages)
+    except UserError:
+        return Reason.SPLIT
+    try:
+        scorer.schedule(point)
+    except UserError:
+        return Reason.SCHEDULE
+    return None
+
+
+def look_through(scorer: Scorer, space: Space, limit: int, num_exact: int) -> Found:
+    """Scores the groups by rising bound, until bounds are longer than the best `num_exact` found.
+
+    Args:
+      scorer: of the workload on the cluster, by step time.
+      space: what to look through.
+      limit: bytes of one device.
+      num_exact: as many of the first are those of the whole space.
+    """
+    pending, left_out = groups(scorer, space)
+    found = Found([], [], left_out)
+    best: list[float] = []  # Negative step times, the longest of the `num_exact` best first.
+    for group in pending:
+        for candidate in group.candidates():
+            if len(best) == num_exact and scorer.bound_s(candidate, group.least_s) > -best[0]:
+                found.not_scored[Reason.SLOWER] += 1
+            elif scorer.least_bytes(candidate) > limit:
+                found.not_scored[Reason.MEMORY] += 1
+            elif (missing := scorer.needed_bytes(candidate) - limit) > 0:
+                found.rejected.append(Rejection(candidate, Reason.MEMORY, missing))
+            else:
+                estimate = scorer.estimate(candidate)
+                found.ranked.append(estimate)
+                heapq.heappush(best, -estimate.step_s)
+                if len(best) > num_exact:
+                    heapq.heappop(best)
+    return found
