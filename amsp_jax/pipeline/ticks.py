@@ -1,10 +1,7 @@
-"""The model as a pipeline over the mesh axis `stage`, for use inside `shard_map`: one program for all stages.
+"""The scan over the ticks of a `Schedule`: one program for all stages, for use inside `shard_map`.
 
-Storage does not know stages: once a step the pieces of all blocks are exchanged, so that each stage has its own, and
-their gradients go back the same way. In between is a scan over the ticks of a `Schedule`, with one `switch` on the
-table's entry of this stage in each half of a tick. What a half sends travels while the other half computes.
-
-A tree of one stage is a list: the embedding, one item a slot of its blocks, the head.
+Each half of a tick is one `switch` on the table's entry of this stage. What a half sends travels while the other half
+computes. A tree of one stage is a list: the embedding, one item a slot of its blocks, the head.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from amsp_jax.collectives import param_shard, reduce_accumulated
 from amsp_jax.errors import UserError
 from amsp_jax.model import Batch, LossOutput, Model, Params, Part
 from amsp_jax.parallel import STAGE
-from amsp_jax.plan import LeafPlan
+from amsp_jax.pipeline.exchange import exchange, exchange_back
 from amsp_jax.schedule import Assignment, Kind, Schedule, assign_blocks, forward_alone
 from amsp_jax.stack import Gather, Remat, run_blocks
 
@@ -30,63 +27,6 @@ KeysOf = Callable[[jax.Array], jax.Array]
 """From row numbers [rows] to one PRNG key a row."""
 Data = tuple[Batch, jax.Array]
 """Arrays [microbatches, rows, ...] and row numbers [microbatches, rows]; or those of one microbatch."""
-
-
-def exchange(assignment: Assignment, leaves: Sequence[Params], master: Sequence[Params], dtype: Any) -> list[Params]:
-    """This stage's P shards, one tree a slot, from the OS shards of all blocks; zeros where the slot is missing.
-
-    Args:
-      assignment: of the blocks.
-      leaves, master: one tree a block.
-      dtype: of the copies.
-    """
-    slots = []
-    for slot in range(assignment.num_slots):
-        like = leaves[assignment.blocks(slot)[0]]
-        zeros = jax.tree.map(jnp.zeros_like, master[assignment.blocks(slot)[0]])
-        pieces = [master[block] if block >= 0 else zeros for block in assignment.owner[:, slot]]
-        slots.append(jax.tree.map(lambda leaf, *xs: _own_shard(leaf, dtype, xs), like, *pieces))
-    return slots
-
-
-def _own_shard(leaf: LeafPlan, dtype: Any, pieces: Sequence[jax.Array]) -> jax.Array:
-    if leaf.dim is None:
-        return lax.dynamic_index_in_dim(jnp.stack(pieces), lax.axis_index(STAGE), keepdims=False)
-    # `stage` is the least significant axis of the dimension, so the pieces of all stages make a contiguous shard.
-    mine = _all_to_all(jnp.concatenate([x.astype(dtype) for x in pieces], leaf.dim), leaf.dim)
-    return param_shard(_within_stage(leaf), mine, dtype)
-
-
-def exchange_back(
-    assignment: Assignment, leaves: Sequence[Params], grads: Sequence[Params], reduce_dtype: Any
-) -> list[Params]:
-    """The OS shards of every block's gradient, one tree a block, from the G shards of this stage's slots."""
-    blocks: list[Params] = [None] * len(leaves)
-    for slot in range(assignment.num_slots):
-        like, structure = jax.tree.flatten(leaves[assignment.blocks(slot)[0]])
-        pairs = zip(like, jax.tree.leaves(grads[slot]), strict=True)
-        pieces = [_shards_of_all(leaf, grad, reduce_dtype, len(assignment.owner)) for leaf, grad in pairs]
-        for stage, block in enumerate(assignment.owner[:, slot]):
-            if block >= 0:
-                blocks[block] = jax.tree.unflatten(structure, [shards[stage] for shards in pieces])
-    return blocks
-
-
-def _shards_of_all(leaf: LeafPlan, grad: jax.Array, reduce_dtype: Any, num_stages: int) -> Sequence[jax.Array]:
-    if leaf.dim is None:
-        mine = jnp.zeros((num_stages, *grad.shape), grad.dtype).at[lax.axis_index(STAGE)].set(grad)
-        return list(reduce_accumulated(leaf, mine, reduce_dtype))
-    reduced = reduce_accumulated(_within_stage(leaf), grad, reduce_dtype)
-    return jnp.split(_all_to_all(reduced, leaf.dim), num_stages, leaf.dim)
-
-
-def _within_stage(leaf: LeafPlan) -> LeafPlan:
-    """The plan of a leaf that one stage has for itself."""
-    return dataclasses.replace(leaf, opt_axes=tuple(axis for axis in leaf.opt_axes if axis != STAGE))
-
-
-def _all_to_all(x: jax.Array, dim: int) -> jax.Array:
-    return lax.all_to_all(x, STAGE, dim, dim, tiled=True)
 
 
 class _Now(NamedTuple):
