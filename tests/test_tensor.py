@@ -17,7 +17,7 @@ from amsp_jax.hlo import collectives
 from amsp_jax.model import Part, Split
 from models import GPTConfig, LlamaConfig, gpt, llama
 
-LLAMA = LlamaConfig(num_layers=2, hidden=48, ffn=50, num_heads=6, num_kv_heads=2, vocab_size=61)
+LLAMA = LlamaConfig(num_layers=1, hidden=48, ffn=50, num_heads=6, num_kv_heads=2, vocab_size=61)
 GPT = GPTConfig(num_layers=2, hidden=48, ffn=50, num_heads=6, vocab_size=61, max_seq_len=20)
 SEQ_LEN = 16
 
@@ -104,9 +104,8 @@ class Cut:
         return jax.tree.map(lambda x, like: np.asarray(x)[tuple(map(slice, like.shape))], tree, params)
 
 
-def parallel(model, params, batch, sizes):
-    """`loss_and_grads` of a mesh with axes `sizes`, put together: what the engine does around a model."""
-    cut, num_context = Cut(model.splits(), sizes.get("tensor", 1)), sizes.get("context", 1)
+def mapped_grads(model, cut, params, sizes):
+    """`loss_and_grads` over a mesh with axes `sizes`: what the engine does around a model."""
     specs = cut.specs(params)
     data = P(None, "context") if "context" in sizes else P()
 
@@ -119,13 +118,19 @@ def parallel(model, params, batch, sizes):
             grads = jax.tree.map(whole, specs, grads)
         return (total, (weight, logits)), grads
 
-    mapped = jax.shard_map(
+    return jax.shard_map(
         local,
         mesh=make_mesh(**sizes),
         in_specs=(specs, data),
         out_specs=((P(), (P(), data)), specs),
         check_vma=False,
     )
+
+
+def parallel(model, params, batch, sizes):
+    """`loss_and_grads` of such a mesh, put together."""
+    cut, num_context = Cut(model.splits(), sizes.get("tensor", 1)), sizes.get("context", 1)
+    mapped = mapped_grads(model, cut, params, sizes)
     order = context.zigzag(SEQ_LEN, num_context)
     (total, (weight, logits)), grads = jax.jit(mapped)(cut.stored(params), {k: v[:, order] for k, v in batch.items()})
     logits = np.asarray(logits)[:, context.zigzag_inverse(SEQ_LEN, num_context)]
@@ -177,6 +182,19 @@ def test_a_cut_model_equals_one_device(case):
     params = draw(model)
     expected = jax.jit(lambda p, b: loss_and_grads(model, p, b))(params, batch)
     assert_near(parallel(model, params, batch, sizes), expected)
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
+def test_dtypes_of_a_cut_model(config):
+    """In the compute dtype, with float32 sums; strict promotion lets nothing else pass."""
+    model, sizes = make(config), {"context": 2, "tensor": 4}
+    params, cut = draw(model), Cut(model.splits(), 4)
+    stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), cut.stored(params))
+    (total, (weight, logits)), grads = jax.eval_shape(
+        mapped_grads(model, cut, params, sizes), stored, make_batch(config.vocab_size)
+    )
+    assert (total.dtype, weight.dtype, logits.dtype) == (jnp.float32, jnp.float32, jnp.bfloat16)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), grads) == jax.tree.map(lambda x: (x.shape, x.dtype), stored)
 
 
 # --- collectives of a compiled block
