@@ -1,16 +1,19 @@
-"""Predicts the rows of AMSP's headline table (1024 A800, arXiv 2311.00257) and prints them beside the paper's.
+"""Every table of docs/reproduction.md and its picture: what this project predicts beside what papers published.
 
     python benchmarks/reproduction.py
 
-Nothing is fitted to that table: collectives are the published times of up to 128 GPUs and the closed form beyond,
-matrix products the published 228.5 TFLOP/s, the rest the a800 preset's assumptions. MFU as the paper counts:
-6 N + 12 L h s FLOPs a token without causal discount, of 312 TFLOP/s.
+Here are the rows of AMSP's headline table (1024 A800, arXiv 2311.00257); `reproduction_frontier` has those of the
+Frontier study. Nothing is fitted to AMSP's table: collectives are the published times of up to 128 GPUs and the closed
+form beyond, matrix products the published 228.5 TFLOP/s, the rest the a800 preset's assumptions. MFU as the paper
+counts: 6 N + 12 L h s FLOPs a token without causal discount, of 312 TFLOP/s.
 """
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import reproduction_frontier  # noqa: E402
 
 from amsp_jax.cluster import named_cluster  # noqa: E402
 from amsp_jax.cost.papers import amsp  # noqa: E402
@@ -46,15 +49,20 @@ def scorer_of(name: str) -> Scorer:
 
 
 def main() -> None:
+    print_amsp()
+    reproduction_frontier.print_tables()
+    reproduction_frontier.draw()
+
+
+def print_amsp() -> None:
     heads = ["model", "row", "strategy", "paper", "overlapped", "not overlapped", "paper's terms", "peak GiB"]
-    print("|", " | ".join(heads), "|")
-    print("|" + "---|" * len(heads))
+    table = []
     for model, remat, rows in ROWS:
         scorer = scorer_of(model)
         for name, strategy, paper in rows:
             candidate = Candidate(parse(strategy).resolve(scorer.cluster.ranks), 1, remat)
-            cells = [model, name, str(candidate.degrees), f"{paper} %", *predicted(scorer, candidate)]
-            print("|", " | ".join(cells), "|")
+            table.append([model, name, str(candidate.degrees), f"{paper} %", *predicted(scorer, candidate)])
+    reproduction_frontier.print_table(heads, table)
 
 
 def predicted(scorer: Scorer, candidate: Candidate) -> list[str]:

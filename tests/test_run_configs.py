@@ -15,9 +15,10 @@ from amsp_jax.checks import batch_shape, require_memory
 from amsp_jax.cluster import named_cluster
 from amsp_jax.commands import workload
 from amsp_jax.cost.papers import megatron
+from amsp_jax.optimizer import make_optimizer
 from amsp_jax.parallel import ModelParallel
 from amsp_jax.plan import plan_model
-from amsp_jax.planner import Space, search
+from amsp_jax.planner import Candidate, Scorer, Space, Workload, search
 from amsp_jax.schedule import Schedule
 from amsp_jax.stack import Remat
 from models import MODELS
@@ -96,8 +97,8 @@ def test_a_recipe_says_how_to_submit_it(path):
     ("path", "nodes", "bindings"),
     [pytest.param(path, nodes, flags, id=f"{path.stem}-{nodes}") for path, nodes, _, _, flags in COMMANDS],
 )
-def test_a_recipe_divides_and_its_states_fit(path, nodes, bindings):
-    """Ranks, batch and stages on the nodes of the command; model states in the memory of the header's preset."""
+def test_a_recipe_divides_and_fits(path, nodes, bindings):
+    """Ranks, batch and stages on the nodes of the command; the predicted peak in the memory of the header's preset."""
     config, text = load(path, bindings), path.read_text()
     cluster = named_cluster(re.search(r"the preset `(\w+)`", text).group(1), nodes)
     parallel = parallel_of(config)
@@ -111,6 +112,27 @@ def test_a_recipe_divides_and_its_states_fit(path, nodes, bindings):
     require_memory(plan, cluster.memory_bytes)
     if not bindings:
         assert f"# States: {plan.bytes_per_device().total / 2**30:.1f} GiB on a device," in text
+    assert needed_bytes(config, cluster, plan.degrees) <= cluster.memory_bytes
+
+
+def needed_bytes(config, cluster, degrees):
+    """What the planner says that a device needs, with the attention that it would run."""
+    job = Workload(
+        model=workload.planned_model(config.model, config.model_overrides, cluster, config.seq_len),
+        optimizer=make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0),
+        global_batch=config.global_batch,
+        seq_len=config.seq_len,
+        reduce_dtype=config.reduce_dtype,
+    )
+    candidate = Candidate(
+        degrees,
+        config.microbatch,
+        Remat(config.remat),
+        parallel=parallel_of(config),
+        virtual_stages=config.virtual_stages,
+        schedule=config.schedule,
+    )
+    return Scorer(job, cluster).needed_bytes(candidate)
 
 
 @each_recipe
