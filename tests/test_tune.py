@@ -356,7 +356,9 @@ WORKLOAD = Workload(
 
 
 def test_the_planner_says_where_to_begin_and_what_does_not_fit():
-    points = [point for point in SPACE.points() if GROUNDS.why_invalid(point) is None]
+    points = list(
+        search_space(["tensor=1,2", "pipeline=1,2", "virtual_stages=1", "microbatch=2", "remat=full"], GROUNDS).points()
+    )
     all_fit = forecast(points, GROUNDS, WORKLOAD, planned(2**40))
     assert set(all_fit.step_s) == set(points) and not all_fit.too_large
     first, second = all_fit.best(2, GROUNDS)
@@ -430,6 +432,7 @@ def test_the_command_reports_and_goes_on(trainer, tmp_path, capsys, clean_enviro
     assert "no forecast" in first and "MICROBATCH = 2" in first and "RuntimeError: planted" in first
     assert len(list((tmp_path / "study").glob("*.png"))) >= 1
     assert "MICROBATCH = 2" in (tmp_path / "study" / "best.gin").read_text()
+    monkeypatch.setenv("HARM", '{"1": "crash", "2": "crash", "4": "crash", "8": "crash"}')
     assert main([*words, "12"]) == 0
     assert "12/12" in capsys.readouterr().out
     assert main([*words, "13", "--gin.SEQ_LEN=32"]) == 2
@@ -453,6 +456,22 @@ def test_a_signal_leaves_no_process_and_keeps_the_study(trainer, tmp_path, numbe
     assert not any(map(is_alive, left))
 
 
+def test_the_search_itself_starts_no_device(trainer, tmp_path):
+    """They are for the trials."""
+    words = arguments(
+        tmp_path,
+        "--launcher",
+        " ".join(trainer),
+        "--cluster=h100",
+        "--search=microbatch=2",
+        "--trials=1",
+        "--gin.COMPUTE_DTYPE=bfloat16",
+    )
+    code = f"from amsp_jax.__main__ import main; from jax._src import xla_bridge; assert main({words!r}) == 0"
+    command = [sys.executable, "-c", f"{code}; assert not xla_bridge.backends_are_initialized()"]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[1], capture_output=True)
+
+
 @pytest.mark.slow
 def test_real_trials(tmp_path, capsys, clean_environment):
     words = arguments(tmp_path, "--search=remat=full", "--search=microbatch=1,2", "--search=strategy=zero3")
@@ -460,3 +479,10 @@ def test_real_trials(tmp_path, capsys, clean_environment):
     told = capsys.readouterr().out
     assert "every point that can run was tried: 2 trials" in told and "STRATEGY = 'zero3'" in told
     assert not list((tmp_path / "study").rglob("checkpoints/*"))
+
+
+def test_no_measured_trial_is_an_error(trainer, tmp_path, capsys, clean_environment, monkeypatch):
+    monkeypatch.setenv("HARM", '{"2": "crash"}')
+    words = arguments(tmp_path, "--launcher", " ".join(trainer), "--search=microbatch=2", "--search=strategy=ddp")
+    assert main([*words, "--trials", "2"]) == 2
+    assert "none of 2 trials was measured" in capsys.readouterr().err

@@ -28,7 +28,7 @@ from amsp_jax.tune.forecast import Forecast, forecast, kept_calibration
 from amsp_jax.tune.grounds import Grounds
 from amsp_jax.tune.point import DIMENSIONS, Point
 from amsp_jax.tune.space import SearchSpace, search_space
-from amsp_jax.tune.trial import RAN, Interrupted, Runner
+from amsp_jax.tune.trial import LOG_FILE, RAN, Interrupted, Runner
 
 _NUM_PLANNED = 5
 _BEST_FILE = "best.gin"
@@ -96,11 +96,13 @@ def _grounds(args: argparse.Namespace, config: TrainConfig) -> Grounds:
     num_nodes, per_node = args.nodes or spanned, count_gpus(platform) if platform != "cpu" else 0
     if platform == "cpu":
         num_nodes, per_node = config.simulated_nodes or 1, config.simulated_devices_per_node or 1
+    elif per_node == 0:
+        raise UserError(f"this machine has no {platform} device to count; run tune on a node that has those of a trial")
     elif config.devices_per_node:
         num_nodes, per_node = num_nodes * per_node // config.devices_per_node, config.devices_per_node
     return Grounds(
         num_nodes=num_nodes,
-        devices_per_node=max(1, per_node),
+        devices_per_node=per_node,
         model=cli.build_model(config).model,
         global_batch=config.global_batch,
         seq_len=config.seq_len,
@@ -147,18 +149,24 @@ def _search(
             if not study.search(args.trials, runner.run, expected, told):
                 print(f"every point that can run was tried: {study.num_run()} trials")
         _report(args, study, config)
+        if not stopped and not report.measured(study.records()):
+            raise UserError(f"none of {study.num_run()} trials was measured; mend what their logs say, and start anew")
 
 
 def _report(args: argparse.Namespace, study: Any, config: TrainConfig) -> None:
     from amsp_jax.tune import pictures, report
+    from amsp_jax.tune.study import TRIALS
 
     records = study.records()
     best = report.measured(records)
-    print("", *filter(None, [report.failures(records)]), sep="\n")
+    if failed := report.failures(records):
+        print(f"\n{failed}\nlogs: {args.out / TRIALS / 'TRIAL' / LOG_FILE}")
     if not best:
         return
     shares = report.importance(study.optuna)
     lines = report.gin_lines(best[0].point)
+    # For a strategy of its own it would have no effect, which is an error.
+    lines += ["CLUSTER = None"] if config.cluster else []
     (args.out / _BEST_FILE).write_text("\n".join(lines) + "\n")
     title = f"{config.model}: {len(best)} of {study.num_run()} trials measured"
     drawn = [pictures.plot_convergence(records, args.out / pictures.CONVERGENCE_FILE, title)]
