@@ -5,7 +5,7 @@ the same work for all. Keys and values travel around the ring; each rank merges 
 log-sum-exp of the scores (Liu et al., arXiv 2310.01889). In a step of the ring a rank meets chunks s and 2c-1-s of
 another rank s. Its late chunk 2c-1-r sees all of chunk s; besides, either its early chunk r sees all of chunk s
 (s < r), or the late one sees all of chunk 2c-1-s (s > r). So each step is two unmasked products of one chunk with one
-chunk, half of what they are without causality; only the rank's own keys want a mask, the usual one.
+chunk, half of what they are without causality; only a chunk with itself wants a mask, the usual one.
 
 Outside of a `shard_map` that is manual over `context` there is one rank, with the whole sequence in order.
 
@@ -117,7 +117,7 @@ def _ring_forward(q_BKGSH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array) -> t
     def meet(result: _Partial, kv: _Pair, step: jax.Array) -> _Partial:
         return result.merge(_attend_to_other(q_BKGSH, *kv, is_earlier=rank() >= step))
 
-    result = _around(meet, _attend(q_BKGSH, k_BKSH, v_BKSH, causal=True), (k_BKSH, v_BKSH))
+    result = _around(meet, _attend_to_own(q_BKGSH, k_BKSH, v_BKSH), (k_BKSH, v_BKSH))
     out_BKGSH = checkpoint_name(result.out_BKGSH.astype(q_BKGSH.dtype), RING_ATTENTION)
     log_sum_BKGS = checkpoint_name(result.log_sum_BKGS, RING_ATTENTION)
     return out_BKGSH, (q_BKGSH, k_BKSH, v_BKSH, out_BKGSH, log_sum_BKGS)
@@ -134,7 +134,7 @@ def _ring_backward(residuals: tuple[jax.Array, ...], grad_BKGSH: jax.Array) -> t
         more = _gradients_of_other(queries, *kv, is_earlier=rank() >= step)
         return so_far[0] + more.q, _send_home((more.k, more.v), so_far[1], step)
 
-    own = _gradients(queries, k_BKSH, v_BKSH, causal=True)
+    own = _gradients_of_own(queries, k_BKSH, v_BKSH)
     grad_q, under_way = _around(meet, (own.q, _from_home((own.k, own.v))), (k_BKSH, v_BKSH))
     grad_k, grad_v = _at_home(under_way)
     return grad_q.astype(q_BKGSH.dtype), grad_k.astype(k_BKSH.dtype), grad_v.astype(v_BKSH.dtype)
@@ -230,6 +230,18 @@ def _attend(q_BKGSH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, *, causal:
     return _Partial(_product("BKGST,BKTH->BKGSH", weights, v_BKTH), log_sum)
 
 
+def _attend_to_own(q_BKGSH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array) -> _Partial:
+    """Each chunk to itself, and the late one to the early one."""
+    (early_q, late_q), (early_k, late_k), (early_v, late_v) = (
+        _halves(q_BKGSH, 3),
+        _halves(k_BKTH, 2),
+        _halves(v_BKTH, 2),
+    )
+    early = _attend(early_q, early_k, early_v, causal=True)
+    late = _attend(late_q, early_k, early_v, causal=False).merge(_attend(late_q, late_k, late_v, causal=True))
+    return _joined(early, late)
+
+
 def _attend_to_other(q_BKGSH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, *, is_earlier: jax.Array) -> _Partial:
     """Attention to another rank's chunks: the two products of the module's text, the second a choice of operands."""
     (early_q, late_q), (early_k, late_k), (early_v, late_v) = (
@@ -244,6 +256,10 @@ def _attend_to_other(q_BKGSH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, *
     second = _attend(*operands, causal=False)
     early = second._replace(log_sum_BKGS=jnp.where(is_earlier, second.log_sum_BKGS, -jnp.inf))
     late = first.merge(second._replace(log_sum_BKGS=jnp.where(is_earlier, -jnp.inf, second.log_sum_BKGS)))
+    return _joined(early, late)
+
+
+def _joined(early: _Partial, late: _Partial) -> _Partial:
     return _Partial(*(jnp.concatenate(pair, axis=3) for pair in zip(early, late, strict=True)))
 
 
@@ -274,6 +290,20 @@ def _gradients(queries: _Queries, k_BKTH: jax.Array, v_BKTH: jax.Array, *, causa
         q=_product("BKGST,BKTH->BKGSH", grad_scores, k_BKTH),
         k=_product("BKGST,BKGSH->BKTH", grad_scores, q_BKGSH),
         v=_product("BKGST,BKGSH->BKTH", weights.astype(grad_BKGSH.dtype), grad_BKGSH),
+    )
+
+
+def _gradients_of_own(queries: _Queries, k_BKTH: jax.Array, v_BKTH: jax.Array) -> _Gradients:
+    """The gradients of `_attend_to_own`."""
+    (early_k, late_k), (early_v, late_v) = _halves(k_BKTH, 2), _halves(v_BKTH, 2)
+    early, late = (_Queries(*half) for half in zip(*(_halves(x, 3) for x in queries), strict=True))
+    first = _gradients(early, early_k, early_v, causal=True)
+    across = _gradients(late, early_k, early_v, causal=False)
+    second = _gradients(late, late_k, late_v, causal=True)
+    return _Gradients(
+        q=jnp.concatenate([first.q, across.q + second.q], axis=3),
+        k=jnp.concatenate([first.k + across.k, second.k], axis=2),
+        v=jnp.concatenate([first.v + across.v, second.v], axis=2),
     )
 
 
