@@ -166,14 +166,15 @@ def part_plans(model: Model, leaves: Params, block_order: Sequence[int], stages:
       stages: how many lie in a node, times how many nodes they span.
     """
     embed, blocks, head = model.split(leaves)
-    blocks = jax.tree.map(_on_its_stage, blocks)
+    blocks = jax.tree.map(on_its_stage, blocks)
     # A model without blocks is one rematerialised head.
     ends = _part(embed, False, stages), _part(head, not model.blocks, stages)
     parts = (ends[0], *(_part(block, True, stages) for block in blocks), ends[1])
     return PartPlans(parts, (0, *(1 + kind for kind in block_order), len(parts) - 1))
 
 
-def _on_its_stage(leaf: LeafPlan) -> LeafPlan:
+def on_its_stage(leaf: LeafPlan) -> LeafPlan:
+    """The plan of a leaf that one stage has for itself."""
     if STAGE not in leaf.opt_axes:
         return leaf
     return dataclasses.replace(leaf, opt_axes=tuple(axis for axis in leaf.opt_axes if axis != STAGE))

@@ -57,7 +57,8 @@ def block_messages(output_bytes: int, attended_bytes: int, parallel: ModelParall
     Each half gathers the sequence and scatters its result, and backward the other way around: 4 gathers and 4 scatters
     of b s/c h. What a gather returns is never kept, so backward there are 2 more; `full` computes the first half's
     result again, of which the second is made, so there is 1 more scatter. The ring is a message a pass: see
-    `ring_bytes`.
+    `ring_bytes`. In a pipeline keys and values are gathered instead, and their float32 gradients scattered: the bytes
+    on the wire are those of the ring, but for the gradients' last hop.
 
     Args:
       output_bytes: b s h, of the whole sequence.
@@ -72,7 +73,12 @@ def block_messages(output_bytes: int, attended_bytes: int, parallel: ModelParall
             Repeated(gather, HALVES, 2 * HALVES),
             Repeated(scatter, HALVES, HALVES + (1 if remat is Remat.FULL else 0)),
         ]
-    if parallel.context > 1:
+    if parallel.context > 1 and parallel.pipeline > 1:
+        group, whole = Degree(parallel.context, 1), parallel.context * attended_bytes
+        gather = Collective("all-gather", (CONTEXT,), group, (), whole, Phase.CONTEXT)
+        scatter = Collective("reduce-scatter", (CONTEXT,), group, (), 2 * whole, Phase.CONTEXT)
+        found += [Repeated(gather, 1, 1), Repeated(scatter, 0, 1)]
+    elif parallel.context > 1:
         ahead, back = ring_bytes(attended_bytes, parallel.context, remat)
         found += [Repeated(_ring(ahead, parallel.context), 1, 0), Repeated(_ring(back, parallel.context), 0, 1)]
     return found
@@ -165,8 +171,10 @@ def inline_seconds(
 
 def _waited(network: Network, sent: Sequence[tuple[Collective, int]], attention_s: float) -> float:
     tensor = sum(n * seconds(network, message) for message, n in sent if message.phase is Phase.TENSOR)
-    ring = sum(n * seconds(network, message) for message, n in sent if message.phase is Phase.CONTEXT)
-    return tensor + max(0.0, ring - attention_s)
+    context = [(message, n) for message, n in sent if message.phase is Phase.CONTEXT]
+    gathers = sum(n * seconds(network, message) for message, n in context if message.kind != SEND)
+    ring = sum(n * seconds(network, message) for message, n in context if message.kind == SEND)
+    return tensor + gathers + max(0.0, ring - attention_s)
 
 
 def basis(network: Network, message: Collective) -> str:

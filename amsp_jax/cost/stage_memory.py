@@ -60,9 +60,9 @@ class _Moments:
         kinds = [PartBytes.of(block, leaves, *sizes) for block, leaves in zip(trace.blocks, blocks, strict=True)]
         self.embed, self.head = PartBytes.of(trace.embed, embed, *sizes), PartBytes.of(trace.head, head, *sizes)
         self.tied = sketch.model.tied
-        self.blocks = [kinds[kind] for kind in sketch.order]
-        self.chunks = Chunks.of(len(sketch.order), schedule.num_stages, schedule.virtual_stages)
-        stage = [self.embed, self.head, *(self.blocks[block] for block in self.chunks.fullest)]
+        self.kinds = kinds
+        self.chunks = Chunks.of(sketch.order, schedule.num_stages, schedule.virtual_stages)
+        stage = [self.embed, self.head, *(kinds[kind] for kind in self.chunks.fullest)]
         self.copies, self.grads = sum(part.copy for part in stage), sum(part.grads for part in stage)
         self.in_flight = (num_slots(schedule) + _HOPS) * trace.blocks[0].output_bytes
         self.opt_grads = sum(leaf.num_opt_shard * n for leaf, n in leaf_counts(sketch, plan)) * GRAD_BYTES
@@ -72,14 +72,8 @@ class _Moments:
 
     def all(self) -> Iterator[dict[str, int]]:
         """Each moment as the fields of a `MemoryEstimate`."""
-        seen: set[tuple[Kind, tuple[int, ...]]] = set()
-        for stage, chunks in enumerate(self.chunks.of_stage):
-            for number, chunk in enumerate(chunks):
-                kind = self.chunks.kind(stage, number)
-                alike = kind, tuple(id(self.blocks[i]) for i in chunk)
-                if alike not in seen:
-                    seen.add(alike)
-                    yield from self._backward_half(kind, [self.blocks[i] for i in chunk])
+        for kind, blocks in self.chunks.virtual:
+            yield from self._backward_half(kind, [self.kinds[block] for block in blocks])
         yield {"grads": self.grads + self.opt_grads, "reductions": 2 * self.exchanged}
 
     def _backward_half(self, kind: Kind, blocks: Sequence[PartBytes]) -> Iterator[dict[str, int]]:

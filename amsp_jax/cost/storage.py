@@ -51,17 +51,19 @@ class StateBytes:
         ends = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((embed, head)))
         return cls(values, ends, MASTER_BYTES * values + states, plan.compute_dtype.itemsize)
 
-    def least(self, degrees: Degrees, parallel: ModelParallel, accumulates: bool) -> float:
-        """Bytes that no device of these degrees falls below: nothing is padded, and everything splits.
+    def least(self, degrees: Degrees, parallel: ModelParallel, accumulates: bool) -> tuple[float, float]:
+        """Bytes that no device of these degrees falls below, stored and temporary: all splits, nothing is padded.
 
-        stored / (t p s_os) + [2 n / (t s_p) unless P = OS] + [4 n / (t s_g) if it accumulates]; n: a stage's values
+            stored / (t p s_os)     [2 n / (t s_p) unless P = OS] + [4 n / (t s_g) if it accumulates]
+
+        n: the values of a stage.
         """
         t, p = parallel.tensor, parallel.pipeline
         local = self.num_ends + (self.num_values - self.num_ends) / p
-        total = self.stored_bytes / (t * p * degrees.opt_state.total)
-        if p * degrees.opt_state.total > degrees.params.total:
-            total += self.copy_bytes * local / (t * degrees.params.total)
-        return total + (self.grad_bytes * local / (t * degrees.grads.total) if accumulates else 0)
+        has_copy = p * degrees.opt_state.total > degrees.params.total
+        copies = self.copy_bytes * local / (t * degrees.params.total) if has_copy else 0.0
+        grads = self.grad_bytes * local / (t * degrees.grads.total) if accumulates else 0.0
+        return self.stored_bytes / (t * p * degrees.opt_state.total), copies + grads
 
 
 def leaf_counts(sketch: Sketch, plan: Plan) -> list[tuple[LeafPlan, int]]:

@@ -11,6 +11,8 @@ import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from amsp_jax.cost.communication import Phase
 from amsp_jax.cost.timeline import PartTimes, Timeline
 from amsp_jax.schedule import Half, Kind, Schedule, assign_blocks
@@ -74,43 +76,53 @@ def num_slots(schedule: Schedule) -> int:
     return dataclasses.replace(schedule, num_microbatches=min(m, _GROUPS * p + m % p)).num_slots
 
 
+VirtualStage = tuple[Kind, tuple[int, ...]]
+"""Whether it begins with the embedding or ends with the head; and of each of its blocks which kind of block it is."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """The blocks of virtual stages, as places in the model.
+    """The virtual stages of a pipeline, those of one stage together; equal stages once."""
 
-    Attributes:
-      of_stage: for each stage its chunks, in order.
-    """
-
-    of_stage: tuple[tuple[tuple[int, ...], ...], ...]
+    stages: tuple[tuple[VirtualStage, ...], ...]
 
     @classmethod
     @functools.lru_cache(maxsize=1024)
-    def of(cls, num_blocks: int, num_stages: int, virtual_stages: int) -> Chunks:
+    def of(cls, order: tuple[int, ...], num_stages: int, virtual_stages: int) -> Chunks:
         """As `assign_blocks` deals them.
+
+        Args:
+          order: for each block of the model its kind.
+          num_stages, virtual_stages: p and v.
 
         Raises:
           UserError: there are more virtual stages than blocks.
         """
-        assignment = assign_blocks(num_blocks, num_stages, virtual_stages)
+        assignment = assign_blocks(len(order), num_stages, virtual_stages)
+        kinds = np.full((num_stages, virtual_stages), Kind.MIDDLE)
+        kinds[0, 0], kinds[-1, -1] = Kind.FIRST, Kind.LAST
         return cls(
             tuple(
-                tuple(tuple(int(row[slot]) for slot in slots if row[slot] >= 0) for slots in assignment.chunk_slots)
-                for row in assignment.owner
+                {
+                    tuple(
+                        (Kind(kind), tuple(order[row[slot]] for slot in slots if row[slot] >= 0))
+                        for kind, slots in zip(of_stage, assignment.chunk_slots, strict=True)
+                    ): None
+                    for of_stage, row in zip(kinds, assignment.owner, strict=True)
+                }
             )
         )
 
     @functools.cached_property
     def fullest(self) -> tuple[int, ...]:
-        """The blocks of a stage that has the most."""
-        return max((sum(chunks, ()) for chunks in self.of_stage), key=len)
+        """The kinds of the blocks of a stage that has the most."""
+        blocks = (tuple(kind for _, own in stage for kind in own) for stage in self.stages)
+        return max(blocks, key=len)
 
-    def kind(self, stage: int, chunk: int) -> Kind:
-        """Whether it begins with the embedding or ends with the head."""
-        if (stage, chunk) == (0, 0):
-            return Kind.FIRST
-        is_last = (stage, chunk) == (len(self.of_stage) - 1, len(self.of_stage[0]) - 1)
-        return Kind.LAST if is_last else Kind.MIDDLE
+    @functools.cached_property
+    def virtual(self) -> frozenset[VirtualStage]:
+        """Those that differ."""
+        return frozenset(one for stage in self.stages for one in stage)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,14 +190,18 @@ def _beside(compute_s: float, wire_s: float, slowdown: float) -> float:
     return max(wire_s, compute_s + wire_s * (1 - 1 / slowdown))
 
 
-def ticks_seconds(counts: TickCounts, times: Mapping[Kind, HalfTimes]) -> float:
+def ticks_seconds(counts: TickCounts, times: Mapping[Kind, tuple[float, float]]) -> float:
     """Sum over halves of ticks of the slowest kind at work.
 
-    With equal virtual stages of F and B this is (v m + p - 1)(F + B), less the forward passes that the last leaves out:
-    a bubble of (p - 1)/(v m).
+    With equal virtual stages of F and B this is (v m + p - 1)(F + B), less a forward pass that the last leaves out: a
+    bubble of (p - 1)/(v m).
+
+    Args:
+      counts: of a step.
+      times: of each kind of virtual stage the seconds of its forward and its backward half.
     """
-    ahead = sum(n * max(times[kind].forward_s for kind in kinds) for kinds, n in counts.forward.items())
-    return ahead + sum(n * max(times[kind].backward_s for kind in kinds) for kinds, n in counts.backward.items())
+    ahead = sum(n * max(times[kind][0] for kind in kinds) for kinds, n in counts.forward.items())
+    return ahead + sum(n * max(times[kind][1] for kind in kinds) for kinds, n in counts.backward.items())
 
 
 def pipeline_timeline(
@@ -200,21 +216,16 @@ def pipeline_timeline(
     Args:
       schedule: of the pipeline.
       chunks: its virtual stages.
-      parts: embedding, blocks, head.
+      parts: embedding, each kind of block, head.
       once: what is done once a step.
       send_s: of one hop between stages.
       slowdown: compute beside a collective over compute alone.
     """
     counts, m = tick_counts(schedule), schedule.num_microbatches
-    stages = _stage_times(chunks, parts, slowdown)
-    by_kind: dict[Kind, HalfTimes] = {}
-    for kind, times in (pair for stage in stages for pair in stage):
-        before = by_kind.get(kind, times)
-        halves = max(before.forward_s, times.forward_s), max(before.backward_s, times.backward_s)
-        by_kind[kind] = HalfTimes(*halves, times.compute_s, times.wire_s)
-    ticks_s, sends_s = ticks_seconds(counts, by_kind), 2 * counts.num_ticks * send_s
-    busiest = max(([times for _, times in stage] for stage in stages), key=lambda ts: sum(t.total_s for t in ts))
-    busy_s, computed_s = (m * sum(t.total_s for t in busiest), m * sum(t.compute_s for t in busiest))
+    times = {one: half_times(one[0], _parts_of(one, parts), slowdown) for one in chunks.virtual}
+    ticks_s, sends_s = ticks_seconds(counts, _slowest(times)), 2 * counts.num_ticks * send_s
+    busiest = [times[one] for one in max(chunks.stages, key=lambda stage: sum(times[one].total_s for one in stage))]
+    busy_s, computed_s = m * sum(t.total_s for t in busiest), m * sum(t.compute_s for t in busiest)
     waits_s = once.start_s + once.end_s + sends_s
     return Timeline(
         step_s=waits_s + ticks_s + once.optimizer_s,
@@ -227,19 +238,16 @@ def pipeline_timeline(
     )
 
 
-def _stage_times(chunks: Chunks, parts: Sequence[PartTimes], slowdown: float) -> list[list[tuple[Kind, HalfTimes]]]:
-    """For each stage its virtual stages; equal ones are computed once."""
-    seen: dict[tuple[Kind, tuple[int, ...]], HalfTimes] = {}
+def _parts_of(stage: VirtualStage, parts: Sequence[PartTimes]) -> list[PartTimes]:
+    kind, blocks = stage
+    own = [parts[1 + block] for block in blocks]
+    return {Kind.FIRST: [parts[0], *own], Kind.LAST: [*own, parts[-1]]}.get(kind, own)
 
-    def times_of(kind: Kind, blocks: Sequence[int]) -> HalfTimes:
-        own = [parts[1 + block] for block in blocks]
-        own = {Kind.FIRST: [parts[0], *own], Kind.LAST: [*own, parts[-1]]}.get(kind, own)
-        key = kind, tuple(map(id, own))
-        if key not in seen:
-            seen[key] = half_times(kind, own, slowdown)
-        return seen[key]
 
-    return [
-        [(chunks.kind(stage, i), times_of(chunks.kind(stage, i), blocks)) for i, blocks in enumerate(own)]
-        for stage, own in enumerate(chunks.of_stage)
-    ]
+def _slowest(times: Mapping[VirtualStage, HalfTimes]) -> dict[Kind, tuple[float, float]]:
+    """Of each kind of virtual stage the longest halves."""
+    found: dict[Kind, tuple[float, float]] = {}
+    for (kind, _), one in times.items():
+        ahead, back = found.get(kind, (0.0, 0.0))
+        found[kind] = max(ahead, one.forward_s), max(back, one.backward_s)
+    return found

@@ -1,13 +1,15 @@
 """The space with models that are cut: layouts, and the search through them by bounds.
 
 With tensor, pipeline and context ranks there are hundreds of thousands of points. Those that differ in their strategy
-alone share a bound: their computing, the collectives of the cut model and its bubble, which no strategy avoids. Groups
-are looked at by rising bound, until the bounds alone are longer than the best of what was scored in full. So the first
-of the ranking is the minimum of the whole space; what was left out is counted, with why.
+alone share a bound: their computing, the collectives of the cut model and its bubble, which no strategy avoids. Each
+has a closer bound of its own (`bounds`). Points are looked at by rising bound, until the bound alone is longer than the
+best of what was scored in full. So the first of the ranking are those of the whole space; what was left out is counted,
+with why.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import heapq
 import itertools
@@ -17,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from amsp_jax.context import check_sequence
 from amsp_jax.errors import UserError
 from amsp_jax.parallel import ModelParallel
+from amsp_jax.planner.bounds import Bounds
 from amsp_jax.planner.scorer import Scorer
 from amsp_jax.planner.types import Candidate, Estimate, Reason, Rejection, Space
 from amsp_jax.schedule import assign_blocks
@@ -57,7 +60,7 @@ class Found:
     not_scored: Counter[Reason]
 
 
-def groups(scorer: Scorer, space: Space) -> tuple[list[Group], Counter[Reason]]:
+def groups(scorer: Scorer, bounds: Bounds, space: Space) -> tuple[list[Group], Counter[Reason]]:
     """The groups of a space by rising bound, and how many points are in none, by reason."""
     found: list[Group] = []
     left_out: Counter[Reason] = Counter()
@@ -77,7 +80,7 @@ def groups(scorer: Scorer, space: Space) -> tuple[list[Group], Counter[Reason]]:
                 left_out[reason] += len(degrees)
                 continue
             left_out[Reason.NODE_NOT_FULL] += len(degrees) - len(kept)
-            found.append(Group(point, kept, scorer.least_s(point)))
+            found.append(Group(point, kept, bounds.least_s(point)))
     return sorted(found, key=lambda group: group.least_s), +left_out
 
 
@@ -117,8 +120,38 @@ def _refused(scorer: Scorer, point: Candidate) -> Reason | None:
     return None
 
 
+class _Queue:
+    """Candidates by rising bound. Those of a group come in when no other has a smaller one."""
+
+    def __init__(self, pending: Sequence[Group], bounds: Bounds, limit: int) -> None:
+        self.pending, self.bounds, self.limit = list(reversed(pending)), bounds, limit
+        self.too_large = 0
+        self._heap: list[tuple[float, int, Candidate]] = []
+        self._count = itertools.count()
+
+    def pop(self) -> tuple[float, Candidate] | None:
+        """The next with its bound; None after the last."""
+        while self.pending and (not self._heap or self.pending[-1].least_s <= self._heap[0][0]):
+            self._open(self.pending.pop())
+        if not self._heap:
+            return None
+        bound_s, _, candidate = heapq.heappop(self._heap)
+        return bound_s, candidate
+
+    def _open(self, group: Group) -> None:
+        for candidate in group.candidates():
+            if self.bounds.needed_bytes(candidate) > self.limit:
+                self.too_large += 1
+            else:
+                heapq.heappush(self._heap, (self.bounds.step_s(candidate), next(self._count), candidate))
+
+    def __len__(self) -> int:
+        """How many are left."""
+        return len(self._heap) + sum(len(group.degrees) for group in self.pending)
+
+
 def look_through(scorer: Scorer, space: Space, limit: int, num_exact: int) -> Found:
-    """Scores the groups by rising bound, until bounds are longer than the best `num_exact` found.
+    """Scores candidates by rising bound, until the next bound is longer than the best `num_exact` steps found.
 
     Args:
       scorer: of the workload on the cluster, by step time.
@@ -126,21 +159,19 @@ def look_through(scorer: Scorer, space: Space, limit: int, num_exact: int) -> Fo
       limit: bytes of one device.
       num_exact: as many of the first are those of the whole space.
     """
-    pending, left_out = groups(scorer, space)
-    found = Found([], [], left_out)
-    best: list[float] = []  # Negative step times, the longest of the `num_exact` best first.
-    for group in pending:
-        for candidate in group.candidates():
-            if len(best) == num_exact and scorer.bound_s(candidate, group.least_s) > -best[0]:
-                found.not_scored[Reason.SLOWER] += 1
-            elif scorer.least_bytes(candidate) > limit:
-                found.not_scored[Reason.MEMORY] += 1
-            elif (missing := scorer.needed_bytes(candidate) - limit) > 0:
-                found.rejected.append(Rejection(candidate, Reason.MEMORY, missing))
-            else:
-                estimate = scorer.estimate(candidate)
-                found.ranked.append(estimate)
-                heapq.heappush(best, -estimate.step_s)
-                if len(best) > num_exact:
-                    heapq.heappop(best)
+    bounds = Bounds(scorer)
+    pending, left_out = groups(scorer, bounds, space)
+    queue, found = _Queue(pending, bounds, limit), Found([], [], left_out)
+    times: list[float] = []
+    while item := queue.pop():
+        bound_s, candidate = item
+        if len(times) >= num_exact and bound_s > times[num_exact - 1]:
+            found.not_scored[Reason.SLOWER] += 1 + len(queue)
+            break
+        if (missing := scorer.needed_bytes(candidate) - limit) > 0:
+            found.rejected.append(Rejection(candidate, Reason.MEMORY, missing))
+            continue
+        found.ranked.append(scorer.estimate(candidate))
+        bisect.insort(times, found.ranked[-1].step_s)
+    found.not_scored[Reason.MEMORY] += queue.too_large
     return found

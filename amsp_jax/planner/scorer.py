@@ -10,13 +10,13 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from amsp_jax.cluster import Cluster, Network, Rates
-from amsp_jax.cost import compute, memory, model_axes, stage_memory
+from amsp_jax.cost import compute, memory, model_axes, ranks, stage_memory
 from amsp_jax.cost.communication import ONCE, Collective, PartPlans, Phase, WireDtypes, messages, part_plans
 from amsp_jax.cost.memory import MemoryEstimate
 from amsp_jax.cost.papers import amsp
-from amsp_jax.cost.ranks import Share, rank_trace, shares
+from amsp_jax.cost.ranks import Share, shares
 from amsp_jax.cost.sketch import Sketch
-from amsp_jax.cost.storage import StateBytes, leaf_counts
+from amsp_jax.cost.storage import leaf_counts
 from amsp_jax.cost.ticks import Chunks, OnceTimes, pipeline_timeline, tick_counts
 from amsp_jax.cost.timeline import PartTimes, StepTimes, Timeline, simulate
 from amsp_jax.cost.trace import ModelTrace, trace_model
@@ -83,8 +83,9 @@ class Scorer:
         return trace_model(self.sketch, microbatch, self.workload.seq_len, remat, self.workload.compute_dtype)
 
     @functools.cache  # noqa: B019
-    def _rank_trace(self, microbatch: int, remat: Remat, inner: ModelParallel) -> ModelTrace:
-        return rank_trace(self.trace(microbatch, remat), inner)
+    def rank_trace(self, microbatch: int, remat: Remat, inner: ModelParallel) -> ModelTrace:
+        """The same with the bytes of one tensor and context rank."""
+        return ranks.rank_trace(self.trace(microbatch, remat), inner)
 
     @functools.cache  # noqa: B019
     def plan(self, degrees: Degrees, parallel: ModelParallel = ALONE) -> Plan:
@@ -111,15 +112,16 @@ class Scorer:
     def parts(self, degrees: Degrees, parallel: ModelParallel = ALONE) -> PartPlans:
         """The model's parts under these degrees."""
         leaves = self.plan(degrees, parallel).leaves
-        return part_plans(self.sketch.model, leaves, self.sketch.order, self._stages(parallel))
+        return part_plans(self.sketch.model, leaves, self.sketch.order, self.stages(parallel))
 
-    def _stages(self, parallel: ModelParallel) -> Degree:
+    def stages(self, parallel: ModelParallel) -> Degree:
+        """How many stages lie in a node, times how many nodes they span."""
         return model_axes.stage_group(parallel, self.cluster.num_nodes, self.cluster.devices_per_node)
 
     @functools.cache  # noqa: B019
     def _messages(self, degrees: Degrees, parallel: ModelParallel) -> list[list[tuple[Collective, float]]]:
         """For each distinct part the messages of its states, with their seconds."""
-        parts, stages = self.parts(degrees, parallel).parts, self._stages(parallel)
+        parts, stages = self.parts(degrees, parallel).parts, self.stages(parallel)
         found = [messages(part, self.wire) for part in parts]
         if parallel.pipeline > 1:
             for some, part in zip(found[1:-1], parts[1:-1], strict=True):
@@ -130,7 +132,7 @@ class Scorer:
     @functools.cache  # noqa: B019
     def _inner_messages(self, microbatch: int, remat: Remat, inner: ModelParallel) -> list[list[model_axes.Repeated]]:
         """For each distinct part what its passes send over tensor and context."""
-        whole, own = self.trace(microbatch, remat), self._rank_trace(microbatch, remat, inner)
+        whole, own = self.trace(microbatch, remat), self.rank_trace(microbatch, remat, inner)
         flows = whole.embed.output_bytes
         return [
             model_axes.embed_messages(flows, inner),
@@ -139,7 +141,7 @@ class Scorer:
         ]
 
     @functools.cache  # noqa: B019
-    def _computed(self, microbatch: int, remat: Remat, inner: ModelParallel) -> list[PartTimes]:
+    def computed(self, microbatch: int, remat: Remat, inner: ModelParallel) -> list[PartTimes]:
         """For each distinct part the seconds of its passes, without what its states cause."""
         trace, dtype = self.trace(microbatch, remat), jnp.dtype(self.workload.compute_dtype).name
         shares = self._shares(inner)
@@ -190,7 +192,7 @@ class Scorer:
         plan, optimizer, settings = (
             self.plan(candidate.degrees, candidate.parallel), self.workload.optimizer, self.settings(candidate),
         )  # fmt: skip
-        trace = self._rank_trace(candidate.microbatch, candidate.kept, candidate.inner)
+        trace = self.rank_trace(candidate.microbatch, candidate.kept, candidate.inner)
         if candidate.parallel.pipeline > 1:
             return stage_memory.estimate(self.sketch, plan, trace, optimizer, settings, self.schedule(candidate))
         accumulation = candidate.accumulation(self.workload.global_batch)
@@ -222,23 +224,24 @@ class Scorer:
         )
 
     def _timeline(self, candidate: Candidate, record: bool) -> Timeline:
-        times = self._step_times(candidate)
         if candidate.parallel.pipeline > 1:
-            return self._pipelined(candidate, times)
+            return self._pipelined(candidate)
+        times = self._step_times(candidate)
         accumulation = candidate.accumulation(self.workload.global_batch)
         timeline = simulate(times, accumulation, self._peels(candidate), record)
         inline = sum(part.inline_forward_s + part.inline_backward_s for part in times.parts)
         return timeline.with_inline(accumulation * inline) if inline else timeline
 
-    def _pipelined(self, candidate: Candidate, times: StepTimes) -> Timeline:
+    def _pipelined(self, candidate: Candidate) -> Timeline:
+        times = self._part_times(candidate)
         once = self._once_s(candidate.degrees, candidate.parallel, candidate.virtual_stages)
-        send_s, slowdown = model_axes.seconds(self.network, self._send(candidate)), self.rates.overlap_slowdown
-        return pipeline_timeline(self.schedule(candidate), self._chunks(candidate), times.parts, once, send_s, slowdown)
+        send_s, slowdown = model_axes.seconds(self.network, self.send(candidate)), self.rates.overlap_slowdown
+        return pipeline_timeline(self.schedule(candidate), self.chunks(candidate), times, once, send_s, slowdown)
 
     @functools.cache  # noqa: B019
     def _once_s(self, degrees: Degrees, parallel: ModelParallel, virtual_stages: int) -> OnceTimes:
         """Of the stage with the most blocks, and of both ends, which every stage gathers and reduces."""
-        kinds = self._local_kinds(parallel, virtual_stages)
+        kinds = self.local_kinds(parallel, virtual_stages)
         seconds = {
             phase: sum(
                 n * sum(s for m, s in costs if m.phase is phase)
@@ -253,30 +256,14 @@ class Scorer:
         plan = self.plan(degrees, parallel)
         return compute.optimizer_seconds(self.sketch, plan, self.workload.optimizer, self.rates)
 
-    def _chunks(self, candidate: Candidate) -> Chunks:
-        return Chunks.of(len(self.sketch.order), candidate.parallel.pipeline, candidate.virtual_stages)
+    def chunks(self, candidate: Candidate) -> Chunks:
+        """Of its pipeline."""
+        return Chunks.of(self.sketch.order, candidate.parallel.pipeline, candidate.virtual_stages)
 
-    def _send(self, candidate: Candidate) -> Collective:
+    def send(self, candidate: Candidate) -> Collective:
+        """One hop between stages."""
         flows = self.trace(candidate.microbatch, candidate.kept).embed.output_bytes
-        return model_axes.send(flows, candidate.parallel, self._stages(candidate.parallel))
-
-    def least_s(self, candidate: Candidate) -> float:
-        """What no candidate with other degrees falls below: computing, and what cutting a model costs."""
-        parts = self._computed(candidate.microbatch, candidate.kept, candidate.inner)
-        places = [parts[kind] for kind in (0, *(1 + kind for kind in self.sketch.order), len(parts) - 1)]
-        if candidate.parallel.pipeline == 1:
-            accumulation = candidate.accumulation(self.workload.global_batch)
-            return accumulation * sum(part.forward_s + part.backward_s for part in places)
-        send_s = model_axes.seconds(self.network, self._send(candidate))
-        nothing = OnceTimes(0.0, 0.0, 0.0)
-        return pipeline_timeline(self.schedule(candidate), self._chunks(candidate), places, nothing, send_s, 1.0).step_s
-
-    def bound_s(self, candidate: Candidate, least_s: float) -> float:
-        """What the candidate's step does not fall below, from `least_s` of its kind, without simulating it."""
-        if candidate.parallel.pipeline == 1:
-            return least_s
-        once = self._once_s(candidate.degrees, candidate.parallel, candidate.virtual_stages)
-        return least_s + once.start_s + once.end_s + once.optimizer_s
+        return model_axes.send(flows, candidate.parallel, self.stages(candidate.parallel))
 
     def check_split(self, parallel: ModelParallel) -> None:
         """Raises UserError if the model does not split over the tensor or context ranks."""
@@ -303,16 +290,6 @@ class Scorer:
     def _whole_leaves(self) -> list[tuple[LeafPlan, int]]:
         return leaf_counts(self.sketch, self.plan(parse("ddp").resolve(self.cluster.ranks)))
 
-    def least_bytes(self, candidate: Candidate) -> float:
-        """What the candidate's memory does not fall below: its states without padding."""
-        accumulates = candidate.parallel.pipeline > 1 or candidate.accumulation(self.workload.global_batch) > 1
-        return self._state_bytes.least(candidate.degrees, candidate.parallel, accumulates)
-
-    @functools.cached_property
-    def _state_bytes(self) -> StateBytes:
-        plan = self.plan(parse("ddp").resolve(DataRanks(1)))
-        return StateBytes.of(self.sketch, plan, self.workload.optimizer)
-
     def needed_bytes(self, candidate: Candidate) -> int:
         """Of one device: the peak with a margin; for the paper's objective, its formula and the saved activations."""
         if self.objective is Objective.STEP_TIME:
@@ -324,9 +301,9 @@ class Scorer:
 
     def compute_s(self, candidate: Candidate) -> float:
         """Seconds of a step's computation on one device with nothing beside it."""
-        times = self._step_times(candidate)
         if candidate.parallel.pipeline > 1:
-            return self._pipelined(candidate, times).compute_s
+            return self._pipelined(candidate).compute_s
+        times = self._step_times(candidate)
         accumulation = candidate.accumulation(self.workload.global_batch)
         once = sum(
             part.forward_s - part.inline_forward_s + part.backward_s - part.inline_backward_s for part in times.parts
@@ -341,7 +318,7 @@ class Scorer:
         if len(names) == 3:
             names[1] = "each block"
         accumulation = candidate.accumulation(self.workload.global_batch)
-        uses = self._local_kinds(candidate.parallel, candidate.virtual_stages)
+        uses = self.local_kinds(candidate.parallel, candidate.virtual_stages)
         inner = self._inner_messages(candidate.microbatch, candidate.kept, candidate.inner)
         # A stage goes forward twice, the second time for its backward pass.
         passes = 2 if candidate.parallel.pipeline > 1 else 1
@@ -356,31 +333,24 @@ class Scorer:
                 often = accumulation * (passes * sent.num_forward + sent.num_backward)
                 found.append((name, sent.message, uses[kind] * often, model_axes.seconds(self.network, sent.message)))
         if candidate.parallel.pipeline > 1:
-            message, ticks = self._send(candidate), tick_counts(self.schedule(candidate)).num_ticks
+            message, ticks = self.send(candidate), tick_counts(self.schedule(candidate)).num_ticks
             found.append(("stage", message, 2 * ticks, model_axes.seconds(self.network, message)))
         return [
             MessageCost(name, message, count, seconds, model_axes.basis(self.network, message))
             for name, message, count, seconds in found
         ]
 
-    def _local_kinds(self, parallel: ModelParallel, virtual_stages: int) -> list[int]:
+    def local_kinds(self, parallel: ModelParallel, virtual_stages: int) -> list[int]:
         """How many parts of one device are of each distinct kind, where a stage has the most."""
         order = self.sketch.order
         if parallel.pipeline > 1:
-            chunks = Chunks.of(len(order), parallel.pipeline, virtual_stages)
-            order = tuple(order[block] for block in chunks.fullest)
+            order = Chunks.of(order, parallel.pipeline, virtual_stages).fullest
         return [1, *(order.count(kind) for kind in range(len(self.sketch.model.blocks))), 1]
 
     def _step_times(self, candidate: Candidate) -> StepTimes:
         degrees, parallel = candidate.degrees, candidate.parallel
         plan, parts = self.plan(degrees, parallel), self.parts(degrees, parallel)
-        computed = self._computed(candidate.microbatch, candidate.kept, candidate.inner)
-        times = [
-            dataclasses.replace(
-                one, messages_s=_by_phase(costs), accumulate_s=compute.accumulation_seconds(part.leaves, self.rates)
-            )
-            for one, costs, part in zip(computed, self._messages(degrees, parallel), parts.parts, strict=True)
-        ]
+        times = self._part_times(candidate)
         _, blocks, _ = self.sketch.model.split(plan.leaves)
         return StepTimes(
             parts=[times[kind] for kind in parts.order],
@@ -391,6 +361,20 @@ class Scorer:
             num_start_parts=degrees.params.total,
             num_end_parts=degrees.opt_state.total // degrees.grads.total,
         )
+
+    def _part_times(self, candidate: Candidate) -> list[PartTimes]:
+        """Of each distinct part."""
+        degrees, parallel = candidate.degrees, candidate.parallel
+        computed = self.computed(candidate.microbatch, candidate.kept, candidate.inner)
+        states = zip(self._messages(degrees, parallel), self._accumulate_s(degrees, parallel), strict=True)
+        return [
+            dataclasses.replace(one, messages_s=by_phase(costs), accumulate_s=accumulate_s)
+            for one, (costs, accumulate_s) in zip(computed, states, strict=True)
+        ]
+
+    @functools.cache  # noqa: B019
+    def _accumulate_s(self, degrees: Degrees, parallel: ModelParallel) -> list[float]:
+        return [compute.accumulation_seconds(part.leaves, self.rates) for part in self.parts(degrees, parallel).parts]
 
     def _peels(self, candidate: Candidate) -> bool:
         axes = self.plan(candidate.degrees, candidate.parallel).axes
@@ -407,7 +391,8 @@ class Scorer:
         return flops.model * per_token, (flops.hardware + again) * per_token
 
 
-def _by_phase(costs: Sequence[tuple[Collective, float]]) -> dict[Phase, tuple[float, ...]]:
+def by_phase(costs: Sequence[tuple[Collective, float]]) -> dict[Phase, tuple[float, ...]]:
+    """The seconds of messages, by phase."""
     seconds: dict[Phase, tuple[float, ...]] = {}
     for message, time in costs:
         seconds[message.phase] = (*seconds.get(message.phase, ()), time)

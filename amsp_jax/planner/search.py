@@ -12,6 +12,7 @@ from amsp_jax.cluster import Cluster
 from amsp_jax.cost.communication import Phase
 from amsp_jax.cost.papers import amsp
 from amsp_jax.errors import UserError
+from amsp_jax.planner.bounds import Bounds
 from amsp_jax.planner.layouts import Found, groups, look_through
 from amsp_jax.planner.scorer import Scorer
 from amsp_jax.planner.types import (
@@ -132,7 +133,7 @@ def _too_large(scorer: Scorer, candidate: Candidate, limit: int) -> Rejection | 
 
 def _layouts_misfit(scorer: Scorer, space: Space, found: Found, limit: int) -> UserError:
     """By how much the nearest misses, of those that shard everything; or why there was nothing to score."""
-    points = [group.point for group in groups(scorer, space)[0]]
+    points = [group.point for group in groups(scorer, Bounds(scorer), space)[0]]
     model, cluster = scorer.workload.model.name, scorer.cluster
     if not points:
         reasons = ", ".join(f"{count} x {reason}" for reason, count in found.not_scored.most_common())

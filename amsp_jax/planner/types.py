@@ -126,8 +126,8 @@ class Candidate:
 
     @property
     def inner(self) -> ModelParallel:
-        """The ranks that share a stage's work on a microbatch."""
-        return dataclasses.replace(self.parallel, pipeline=1)
+        """The ranks that share a stage's work on a microbatch, to whom it matters whether there are stages, not how many."""
+        return dataclasses.replace(self.parallel, pipeline=min(2, self.parallel.pipeline))
 
     @property
     def kept(self) -> Remat:
