@@ -161,13 +161,14 @@ class Schedule:
     @functools.cached_property
     def slots(self) -> Slots:
         """The places of stage inputs, `num_slots` of them; the lowest free one is taken."""
-        write, read = (np.full(self.forward.kind.shape, -1, np.int32) for _ in range(2))
+        write, read = (np.full((self.num_ticks, self.num_stages), -1, np.int32) for _ in range(2))
+        num_slots, is_written, is_read = self.num_slots, self.forward.is_kept, self.backward.is_kept
         for stage in range(self.num_stages):
-            free, kept = list(range(self.num_slots)), {}
-            for tick in range(self.num_ticks):
-                if self.forward.is_kept[tick, stage]:
+            free, kept = list(range(num_slots)), {}
+            for tick in np.flatnonzero(is_written[:, stage] | is_read[:, stage]):
+                if is_written[tick, stage]:
                     write[tick, stage] = kept[_unit(self.forward, tick, stage)] = heapq.heappop(free)
-                if self.backward.is_kept[tick, stage]:
+                if is_read[tick, stage]:
                     read[tick, stage] = kept.pop(_unit(self.backward, tick, stage))
                     heapq.heappush(free, read[tick, stage])
         return Slots(write, read)
