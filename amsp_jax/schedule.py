@@ -165,7 +165,7 @@ class Schedule:
         num_slots, is_written, is_read = self.num_slots, self.forward.is_kept, self.backward.is_kept
         for stage in range(self.num_stages):
             free, kept = list(range(num_slots)), {}
-            for tick in np.flatnonzero(is_written[:, stage] | is_read[:, stage]):
+            for tick in np.flatnonzero(is_written[:, stage] | is_read[:, stage]).tolist():
                 if is_written[tick, stage]:
                     write[tick, stage] = kept[_unit(self.forward, tick, stage)] = heapq.heappop(free)
                 if is_read[tick, stage]:
