@@ -172,7 +172,7 @@ def make_grad_fn(model: Model, plan: Plan, settings: StepSettings) -> GradFn:
     def local(params: Params, batch: Batch, rows: jax.Array, seed: Any, step: Any) -> tuple[LossSums, Params]:
         shards = _param_shards(plan, params)
         microbatch = _microbatch_grads(model, plan, settings, shards, seed, step)
-        sums, grads = _accumulate(microbatch, (batch, rows), _peels(plan, settings), shards)
+        sums, grads = _accumulate(microbatch, (batch, rows), _peels(plan, settings), shards, jnp.minimum(step, 0))
         grads = jax.tree.map(lambda leaf, g: reduce_accumulated(leaf, g, settings.reduce_dtype), plan.leaves, grads)
         return _global_sums(plan, sums), grads
 
@@ -273,37 +273,44 @@ def _head_of(model: Model, gather_tree: Gather, remat: Remat, leaves: Params) ->
     return jax.checkpoint(head, policy=policy(Remat.FULL if remat is Remat.FULL else Remat.NONE), prevent_cse=False)
 
 
-def _accumulate(microbatch: Any, data: Any, peel: bool, shards: Params) -> tuple[LossSums, Params]:
+def _accumulate(microbatch: Any, data: Any, peel: bool, shards: Params, zero: jax.Array) -> tuple[LossSums, Params]:
     """Sums `microbatch` over the leading dimension of `data`.
 
     The barriers keep XLA from hoisting the parameter gathers out of the loop, from merging those of different
     microbatches (whole parameters would stay alive), and from starting the last microbatch before the loop.
+
+    `zero` is 0, which XLA must not know: a slice whose place it computes from the loop's counter becomes an asynchronous
+    copy on GPUs, with which a run on one H200 (jax 0.11.2) failed in its first step.
     """
     count = jax.tree.leaves(data)[0].shape[0]
 
     def run(shards: Params, item: Any) -> tuple[LossSums, Params]:
         return microbatch(*lax.optimization_barrier((shards, item)))
 
-    def body(total: Any, item: Any) -> tuple[Any, None]:
-        return _add(total, run(shards, item)), None
+    def body(_: Any, carry: Any) -> Any:
+        total, i = carry
+        return _add(total, run(shards, item(i))), i + 1
 
-    def item(i: int) -> Any:
-        return jax.tree.map(lambda x: x[i], data)
+    def loop(start: int, stop: int, total: Any) -> Any:
+        return lax.fori_loop(start, stop, body, (total, start + zero))[0]
+
+    def item(i: Any) -> Any:
+        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), data)
 
     if count == 1:
         return microbatch(shards, item(0))
     if not peel:
         shapes = jax.eval_shape(run, shards, item(0))
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        return lax.scan(body, zeros, data)[0]
+        return loop(0, count, zeros)
     # Without a barrier: the first microbatch may start on the blocks whose once-a-step gathers have arrived.
     total = microbatch(shards, item(0))
     if count == 3:
         # A loop of one trip is inlined, and XLA would add the two gradients before it reduces them, both whole.
         total = lax.optimization_barrier(total)
     if count > 2:
-        total = lax.scan(body, total, jax.tree.map(lambda x: x[1:-1], data))[0]
-    total, late_shards, last = lax.optimization_barrier((total, shards, item(-1)))
+        total = loop(1, count - 1, total)
+    total, late_shards, last = lax.optimization_barrier((total, shards, item(count - 1)))
     return _add(total, microbatch(late_shards, last))
 
 
