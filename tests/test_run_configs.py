@@ -151,6 +151,21 @@ def test_a_recipe_says_its_nodes_copies_tokens_and_bubble(path):
         assert f" = {100 * bubble:.2f} % of the ideal time." in text
 
 
+@each_recipe
+def test_a_recipe_says_how_to_predict_it(path):
+    """Its `plan` command is that of its own settings."""
+    config = load(path)
+    nodes, *_ = next(sbatch_commands(path))
+    text = re.sub(r" \\\n# +", " ", path.read_text())
+    command = re.search(r"^#   python -m amsp_jax (plan .*)$", text, re.MULTILINE).group(1)
+    args = tools.parse_args(shlex.split(command))
+    assert (args.explain, args.nodes) == (config.strategy, nodes)
+    for name in ("model", "global_batch", "seq_len", "microbatch", "remat", "reduce_dtype"):
+        assert getattr(args, name) == getattr(config, name)
+    for name in ("tensor", "pipeline", "context", "schedule", "virtual_stages"):
+        assert getattr(args, name) == getattr(config, name)
+
+
 @pytest.mark.parametrize(
     ("name", "degrees", "global_batches"), [("175b", (4, 16), (640, 5120)), ("1t", (8, 64), (1600, 4800))]
 )
