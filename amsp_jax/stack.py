@@ -20,6 +20,7 @@ from jax import lax
 from amsp_jax.collectives import GATHERED, gather
 from amsp_jax.context import RING_ATTENTION
 from amsp_jax.model import Batch, Params, Part
+from amsp_jax.parallel import TENSOR
 from amsp_jax.plan import LeafPlan
 
 PROJECTIONS = ("qkv", "attention_out", "mlp_gate", "mlp_up")
@@ -54,7 +55,8 @@ def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
     # A `gather` reaches the policy as one call, whose result would be saved whatever is named inside it.
     body = params.get("call_jaxpr")
     holds_gathered = body is not None and any(eqn.params.get("name") == GATHERED for eqn in body.eqns)
-    return primitive.name != "all_gather" and params.get("name") != GATHERED and not holds_gathered
+    is_params = primitive.name == "all_gather" and TENSOR not in params["axis_name"]
+    return not is_params and params.get("name") != GATHERED and not holds_gathered
 
 
 class Gather:

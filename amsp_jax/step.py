@@ -279,8 +279,8 @@ def _accumulate(microbatch: Any, data: Any, peel: bool, shards: Params, zero: ja
     The barriers keep XLA from hoisting the parameter gathers out of the loop, from merging those of different
     microbatches (whole parameters would stay alive), and from starting the last microbatch before the loop.
 
-    `zero` is 0, which XLA must not know: a slice whose place it computes from the loop's counter becomes an asynchronous
-    copy on GPUs, with which a run on one H200 (jax 0.11.2) failed in its first step.
+    `zero` is 0, which XLA must not know: a slice whose place it computes from the loop's counter becomes an
+    asynchronous copy on GPUs, with which a run on one H200 (jax 0.11.2) failed in its first step.
     """
     count = jax.tree.leaves(data)[0].shape[0]
 
