@@ -458,15 +458,8 @@ def test_a_signal_leaves_no_process_and_keeps_the_study(trainer, tmp_path, numbe
 
 def test_the_search_itself_starts_no_device(trainer, tmp_path):
     """They are for the trials."""
-    words = arguments(
-        tmp_path,
-        "--launcher",
-        " ".join(trainer),
-        "--cluster=h100",
-        "--search=microbatch=2",
-        "--trials=1",
-        "--gin.COMPUTE_DTYPE=bfloat16",
-    )
+    more = ("--cluster=h100", "--search=microbatch=2", "--trials=1", "--gin.COMPUTE_DTYPE=bfloat16")
+    words = arguments(tmp_path, "--launcher", " ".join(trainer), *more)
     code = f"from amsp_jax.__main__ import main; from jax._src import xla_bridge; assert main({words!r}) == 0"
     command = [sys.executable, "-c", f"{code}; assert not xla_bridge.backends_are_initialized()"]
     subprocess.run(command, check=True, cwd=Path(__file__).parents[1], capture_output=True)

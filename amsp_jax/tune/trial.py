@@ -61,7 +61,7 @@ class Outcome:
       reason: one line; empty where it was measured.
       step_s: median seconds of a step after the warm-up; this and the rest are None unless measured.
       tokens_per_s: of the global batch, padding included, at that step time.
-      mfu: median share of the devices' peak; None where the peak is not known.
+      mfu: share of the devices' peak at that step time; None where the peak is not known.
       peak_memory_bytes: the largest of a device; None where the platform does not tell.
       num_steps: how many the median is of.
       wall_s: from the start of the process to its end.
@@ -162,18 +162,19 @@ class Runner:
 
 
 def _measured(rows: list[dict[str, Any]]) -> Outcome:
-    def median(name: str) -> float | None:
-        values = [row.get(name) for row in rows]
-        return None if None in values else statistics.median(values)  # type: ignore[type-var]
+    step_s = statistics.median(row["step_time_s"] for row in rows)
 
-    step_s, peaks = median("step_time_s"), [row["peak_memory_bytes"] for row in rows if row.get("peak_memory_bytes")]
-    assert step_s is not None
+    def at_median(rate: str) -> float | None:
+        """A rate of the median step: every step has the same work."""
+        row = rows[0]
+        return None if row.get(rate) is None else row[rate] * row["step_time_s"] / step_s
+
     return Outcome(
         kind=Kind.MEASURED,
         step_s=step_s,
-        tokens_per_s=median("tokens_per_s"),
-        mfu=median("mfu"),
-        peak_memory_bytes=max(peaks, default=None),
+        tokens_per_s=at_median("tokens_per_s"),
+        mfu=at_median("mfu"),
+        peak_memory_bytes=max((row["peak_memory_bytes"] for row in rows if row.get("peak_memory_bytes")), default=None),
         num_steps=len(rows),
     )
 
