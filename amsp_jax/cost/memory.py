@@ -10,8 +10,9 @@ Arguments are exact. Temporaries follow what XLA's scheduler was seen to keep in
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +114,7 @@ def estimate(
     """
     arguments = argument_bytes(sketch, plan, optimizer, accumulation * trace.batch_bytes)
     moments = _Moments(sketch, plan, trace, settings, accumulation)
-    return max((dataclasses.replace(arguments, **parts) for parts in moments.all()), key=lambda e: e.total)
+    return dataclasses.replace(arguments, **max(moments.all(), key=lambda parts: sum(parts.values())))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +153,10 @@ def _num_values(leaf: LeafPlan) -> int:
     return math.prod(leaf.shard_shape(()))
 
 
+def _running(values: Iterable[int]) -> list[int]:
+    return list(itertools.accumulate(values, initial=0))
+
+
 class _Moments:
     """What is alive, beside the arguments, at the moments that may be the peak."""
 
@@ -175,7 +180,12 @@ class _Moments:
         self.flat_grads = (self.opt_grads // GRAD_BYTES - ends) * sizes[1]
         stages = [self.embed, self.head, *self.backwards]
         self.copies, self.grads = sum(stage.copy for stage in stages), sum(stage.grads for stage in stages)
-        self.saved = sum(stage.trace.saved_bytes for stage in self.backwards)
+        # Of the last `i` blocks, for each `i`.
+        self.saved_of = _running(stage.trace.saved_bytes for stage in self.backwards)
+        self.copies_of = _running(stage.copy for stage in self.backwards)
+        self.grads_of = _running(stage.grads for stage in self.backwards)
+        self.pending_of = _running(stage.trace.pending_bytes for stage in self.backwards)
+        self.saved = self.saved_of[-1]
 
     def all(self) -> Iterator[dict[str, int]]:
         """Each moment as the fields of a `MemoryEstimate`."""
@@ -195,14 +205,14 @@ class _Moments:
 
     def _block(self, done: int) -> dict[str, int]:
         """The backward pass of the block before the last `done` ones."""
-        block, before = self.backwards[done], self.backwards[:done]
-        operands, full = self._waiting(before)
-        saved = sum(stage.trace.saved_bytes for stage in self.backwards[done + 1 :])
+        block = self.backwards[done]
+        operands, full = self._waiting(done)
+        saved = self.saved - self.saved_of[done + 1]
         copies, grads = self.copies, self.grads
         if not self.accumulates:
             # Nothing uses a copy again once its part is done, and gradients come into being one after another.
-            copies -= self.head.copy + sum(stage.copy for stage in before)
-            grads = sum(stage.grads for stage in before[: -self.window]) if self.window else 0
+            copies -= self.head.copy + self.copies_of[done]
+            grads = self.grads_of[max(0, done - self.window)] if self.window else 0
         return {
             "params": copies,
             "grads": grads,
@@ -211,17 +221,18 @@ class _Moments:
             "reductions": full + self.zeros,
         }
 
-    def _waiting(self, before: Sequence[PartBytes]) -> tuple[int, int]:
-        """Bytes of operands of parameter gradients, and of gradients that are not reduced, of what has run backward.
+    def _waiting(self, done: int) -> tuple[int, int]:
+        """Bytes of operands of parameter gradients, and of gradients that are not reduced, of the `done` last blocks.
 
         Without reductions nothing presses, and all operands wait; those of a tied table, whose gradient is complete
         only with the embedding's, always do.
         """
-        if self.window is None or len(before) < 2:
-            return sum(stage.trace.pending_bytes for stage in (self.head, *before)), 0
-        full = sum(stage.full_grads for stage in before[:-1][-(self.window - 2) :])
+        if self.window is None or done < 2:
+            return self.head.trace.pending_bytes + self.pending_of[done], 0
+        late = self.backwards[max(0, done - 1 - (self.window - 2)) : done - 1]
+        full = sum(stage.full_grads for stage in late)
         head = self.head.trace.pending_bytes if self.tied else 0
-        return before[-1].trace.pending_bytes + head, full + self.head.full_grads
+        return self.backwards[done - 1].trace.pending_bytes + head, full + self.head.full_grads
 
     def _end(self) -> dict[str, int]:
         """The reductions of once a step: all gradients, and the OS shards of accumulated ones.

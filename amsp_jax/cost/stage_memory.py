@@ -46,7 +46,7 @@ def estimate(
     """
     arguments = argument_bytes(sketch, plan, optimizer, schedule.num_microbatches * trace.batch_bytes)
     moments = _Moments(sketch, plan, trace, settings, schedule)
-    return max((dataclasses.replace(arguments, **parts) for parts in moments.all()), key=lambda e: e.total)
+    return dataclasses.replace(arguments, **max(moments.all(), key=lambda parts: sum(parts.values())))
 
 
 class _Moments:

@@ -117,6 +117,27 @@ def trace_model(sketch: Sketch, microbatch: int, seq_len: int, remat: Remat, com
     return ModelTrace(embed=embed, blocks=tuple(blocks), head=head, batch_bytes=tracer.batch_bytes)
 
 
+def extrapolated(one: ModelTrace, two: ModelTrace, microbatch: int) -> ModelTrace:
+    """The trace at a microbatch from those of one and of two sequences, as if every number were linear in it.
+
+    Work is; the most that is alive at once is the largest of such numbers, and never below what is returned here.
+    """
+    found: ModelTrace = _linear(one, two, microbatch - 1)
+    return found
+
+
+def _linear(one: Any, two: Any, more: int) -> Any:
+    """`one + more (two - one)` of the integers of equal trees of dataclasses and tuples."""
+    if isinstance(one, int):
+        return one + more * (two - one)
+    if isinstance(one, Matmul):
+        return Matmul(*(a + more * (b - a) for a, b in zip(one, two, strict=True)))
+    if isinstance(one, tuple):
+        return tuple(_linear(a, b, more) for a, b in zip(one, two, strict=True))
+    fields = dataclasses.fields(one)
+    return type(one)(**{f.name: _linear(getattr(one, f.name), getattr(two, f.name), more) for f in fields})
+
+
 _ASSUMED: dict[str, Callable[..., Any]] = {
     "check_cudnn_version": lambda: 92800,
     # The answers would start a backend. The one bounds the version from below, the other the head dim, and a model

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +20,12 @@ from amsp_jax.cost.memory import ALLOCATOR_MARGIN, GRAD_BYTES
 from amsp_jax.cost.storage import StateBytes
 from amsp_jax.cost.ticks import OnceTimes, num_slots, pipeline_timeline
 from amsp_jax.cost.timeline import PartTimes
+from amsp_jax.cost.trace import ModelTrace, extrapolated
 from amsp_jax.parallel import ModelParallel
 from amsp_jax.plan import LARGE_LEAF, MASTER_BYTES, LeafPlan, make_plan
 from amsp_jax.planner.scorer import Scorer, by_phase
 from amsp_jax.planner.types import Candidate, strategy_of
+from amsp_jax.stack import Remat
 from amsp_jax.strategy import DataRanks, Degrees, parse
 
 
@@ -39,20 +42,20 @@ class Bounds:
     """Of the candidates of one scorer."""
 
     def __init__(self, scorer: Scorer) -> None:
-        self.scorer = scorer
+        self.scorer, self.quick = scorer, _Extrapolating(scorer)
         whole = scorer.plan(parse("ddp").resolve(DataRanks(1)))
         self.states = StateBytes.of(scorer.sketch, whole, scorer.workload.optimizer)
 
     def least_s(self, point: Candidate) -> float:
         """Seconds of any candidate that differs from `point` in its strategy alone: computing, and what cutting a
         model costs."""
-        parts = self.scorer.computed(point.microbatch, point.kept, point.inner)
+        parts = self.quick.computed(point.microbatch, point.kept, point.inner)
         return self._step_s(point, parts, OnceTimes(0.0, 0.0, 0.0))
 
     def step_s(self, candidate: Candidate) -> float:
         """Seconds of its step."""
         coarse = self._coarse(candidate.degrees, candidate.parallel)
-        computed = self.scorer.computed(candidate.microbatch, candidate.kept, candidate.inner)
+        computed = self.quick.computed(candidate.microbatch, candidate.kept, candidate.inner)
         parts = [
             dataclasses.replace(part, messages_s=by_phase(costs), accumulate_s=accumulate_s)
             for part, costs, accumulate_s in zip(computed, coarse.messages, coarse.accumulate_s, strict=True)
@@ -65,7 +68,7 @@ class Bounds:
         """Without stages the two streams at their best: the longer of both, and the update after them."""
         scorer = self.scorer
         if candidate.parallel.pipeline > 1:
-            send_s = model_axes.seconds(scorer.network, scorer.send(candidate))
+            send_s = model_axes.seconds(scorer.network, self.quick.send(candidate))
             schedule, chunks = scorer.schedule(candidate), scorer.chunks(candidate)
             return pipeline_timeline(schedule, chunks, parts, once, send_s, scorer.rates.overlap_slowdown).step_s
         m = candidate.accumulation(scorer.workload.global_batch)
@@ -118,19 +121,41 @@ class Bounds:
         moved += (2 * GRAD_BYTES + 2 * MASTER_BYTES) * states.num_values
         return moved / shards / self.scorer.rates.memory_bytes_per_s
 
-    def needed_bytes(self, candidate: Candidate) -> float:
-        """Bytes of a device, as `Scorer.needed_bytes`: states, activations, and the margin on what is temporary."""
-        accumulates = candidate.parallel.pipeline > 1 or candidate.accumulation(self.scorer.workload.global_batch) > 1
-        stored, temporary = self.states.least(candidate.degrees, candidate.parallel, accumulates)
-        return stored + (1 + ALLOCATOR_MARGIN) * (temporary + self._activations(candidate))
+    def fits(self, point: Candidate, degrees: Sequence[Degrees], limit: int) -> list[Degrees]:
+        """The strategies with which `point` may fit: states, activations, and the margin on what is temporary, as in
+        `Scorer.needed_bytes`."""
+        accumulates = point.parallel.pipeline > 1 or point.accumulation(self.scorer.workload.global_batch) > 1
+        left = limit - (1 + ALLOCATOR_MARGIN) * self._activations(point)
+        if left < 0:
+            return []
+        found = []
+        for one in degrees:
+            stored, temporary = self.states.least(one, point.parallel, accumulates)
+            if stored + (1 + ALLOCATOR_MARGIN) * temporary <= left:
+                found.append(one)
+        return found
 
     def _activations(self, candidate: Candidate) -> int:
         """Bytes at the loss, which is one of the moments that may be the peak; in a pipeline, of inputs in flight and
         one virtual stage."""
-        trace = self.scorer.rank_trace(candidate.microbatch, candidate.kept, candidate.inner)
+        trace = self.quick.rank_trace(candidate.microbatch, candidate.kept, candidate.inner)
         if candidate.parallel.pipeline == 1:
             saved = sum(trace.blocks[kind].saved_bytes for kind in self.scorer.sketch.order)
             return saved + trace.head.backward_bytes
         chunks = self.scorer.chunks(candidate)
         saved = max(sum(trace.blocks[kind].saved_bytes for kind in kinds) for _, kinds in chunks.virtual)
         return saved + num_slots(self.scorer.schedule(candidate)) * trace.blocks[0].output_bytes
+
+
+class _Extrapolating(Scorer):
+    """A scorer that traces one and two sequences, and knows more from those."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        super().__init__(scorer.workload, scorer.cluster, scorer.objective)
+        self._scorer = scorer
+
+    @functools.cache  # noqa: B019
+    def trace(self, microbatch: int, remat: Remat) -> ModelTrace:
+        """The model at this microbatch, whole."""
+        one = self._scorer.trace(1, remat)
+        return one if microbatch == 1 else extrapolated(one, self._scorer.trace(2, remat), microbatch)

@@ -41,10 +41,6 @@ class Group:
     degrees: Sequence[Degrees]
     least_s: float
 
-    def candidates(self) -> Iterator[Candidate]:
-        """The points."""
-        return (dataclasses.replace(self.point, degrees=degrees) for degrees in self.degrees)
-
 
 @dataclasses.dataclass
 class Found:
@@ -139,11 +135,11 @@ class _Queue:
         return bound_s, candidate
 
     def _open(self, group: Group) -> None:
-        for candidate in group.candidates():
-            if self.bounds.needed_bytes(candidate) > self.limit:
-                self.too_large += 1
-            else:
-                heapq.heappush(self._heap, (self.bounds.step_s(candidate), next(self._count), candidate))
+        fits = self.bounds.fits(group.point, group.degrees, self.limit)
+        self.too_large += len(group.degrees) - len(fits)
+        for degrees in fits:
+            candidate = dataclasses.replace(group.point, degrees=degrees)
+            heapq.heappush(self._heap, (self.bounds.step_s(candidate), next(self._count), candidate))
 
     def __len__(self) -> int:
         """How many are left."""

@@ -126,7 +126,7 @@ class Candidate:
 
     @property
     def inner(self) -> ModelParallel:
-        """The ranks that share a stage's work on a microbatch, to whom it matters whether there are stages, not how many."""
+        """The ranks that share a microbatch; to them it matters whether there are stages, not how many."""
         return dataclasses.replace(self.parallel, pipeline=min(2, self.parallel.pipeline))
 
     @property
@@ -188,7 +188,7 @@ class Reason(StrEnum):
     DEVICES = "stages, tensor and context ranks do not divide the devices of nodes and cluster"
     SPLIT = "the model does not split over so many tensor, context or pipeline ranks"
     SCHEDULE = "the microbatches of a step do not fill the schedule"
-    SLOWER = "computes longer than the best take in all"
+    SLOWER = "cannot be as fast as the best: a bound on their step is longer"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -145,9 +145,12 @@ def rejected_lines(ranking: Ranking) -> str:
         if reason is Reason.MEMORY:
             missing = min((r.missing_bytes for r in ranking.rejected if r.reason is reason), default=0)
             nearest = f", the nearest {gib(missing)} GiB more than {gib(ranking.memory_bytes)}" if missing else ""
-        skipped = ranking.not_scored[reason]
-        by_bounds = f"; {skipped} of them by a bound, without their whole cost" if skipped else ""
-        lines.append(f"{count:5d} rejected: {reason}{nearest}{by_bounds}")
+        lines.append(f"{count:5d} rejected: {reason}{nearest}")
+    if ranking.not_scored:
+        scored = len(ranking.ranked) + len(ranking.rejected)
+        lines.append(
+            f"{scored:5d} of all were predicted in full; bounds said enough of the others, and the first are exact"
+        )
     return "\n".join(lines)
 
 

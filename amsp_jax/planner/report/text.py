@@ -46,9 +46,12 @@ def percent(fraction: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 node`, `2 nodes`, `2 microbatches`."""
-    ending = "es" if noun.endswith("ch") else "s"
-    return f"{number} {noun}{'' if number == 1 else ending}"
+    """`1 node`, `2 nodes`, `2 microbatches`, `2 copies`."""
+    if noun.endswith("y"):
+        plural = f"{noun[:-1]}ies"
+    else:
+        plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
 
 
 def short(degrees: Degrees) -> str:

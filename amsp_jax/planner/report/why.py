@@ -56,7 +56,7 @@ def _cut(candidate: Candidate) -> str:
         told.append(f"{parallel.context} parts of each sequence")
     if parallel.tensor > 1:
         told.append(f"{parallel.tensor} parts of each matrix")
-    copies = counted(candidate.degrees.ranks.total, "copy").replace("copys", "copies")
+    copies = counted(candidate.degrees.ranks.total, "copy")
     return f"It cuts the model into {' x '.join(told)}, and trains {copies} of it."
 
 
