@@ -34,7 +34,7 @@ def param_shard(leaf: LeafPlan, master: jax.Array, dtype: jnp.dtype) -> jax.Arra
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def gather(leaf: LeafPlan, dtype: jnp.dtype, reduce_dtype: jnp.dtype, shard: jax.Array, sink: jax.Array) -> jax.Array:
-    """The leaf as the model sees it, `rank_shape` in the compute dtype, from its P shard: all-gather over the param axes.
+    """The leaf as the model sees it (`rank_shape`), in the compute dtype: its P shard, gathered over the param axes.
 
     Backward, the gradient is reduce-scattered over the param and grad axes and given to `sink`.
 
