@@ -1,7 +1,8 @@
 """A sequence over the ranks of the mesh axis `context`: which of its tokens a rank has.
 
 It is cut into 2c chunks, and rank r of c holds chunks r and 2c-1-r ("zigzag"), so that causal attention is the same
-work for all. Outside of a `shard_map` that is manual over `context` there is one rank, with the whole sequence in order.
+work for all. Outside of a `shard_map` that is manual over `context` there is one rank, with the whole sequence in
+order.
 """
 
 from __future__ import annotations
