@@ -124,7 +124,7 @@ def test_explain_says_by_how_much_it_does_not_fit(capsys):
         ({"nodes": 0}, "--nodes 0: nodes count from 1"),
         ({"top": 0}, "--top 0: it counts from 1"),
         ({"memory_limit": -1}, "--memory-limit -1: GiB of a device, from 0.001"),
-        ({"search": "remat,tensor"}, "'tensor' is unknown; one or both of microbatch,remat"),
+        ({"search": "remat,stages"}, "'stages' is unknown; some of strategy,microbatch,remat,tensor"),
         ({"model": "gpt-22b", "seq_len": 4096}, "gpt-22b has positions for 2048 tokens"),
         ({"model_overrides": "8"}, "is no dictionary"),
         ({"plot": "/nowhere/heat.png"}, "cannot be written to"),

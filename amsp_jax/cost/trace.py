@@ -117,25 +117,26 @@ def trace_model(sketch: Sketch, microbatch: int, seq_len: int, remat: Remat, com
     return ModelTrace(embed=embed, blocks=tuple(blocks), head=head, batch_bytes=tracer.batch_bytes)
 
 
-def extrapolated(one: ModelTrace, two: ModelTrace, microbatch: int) -> ModelTrace:
-    """The trace at a microbatch from those of one and of two sequences, as if every number were linear in it.
+def extrapolated(few: ModelTrace, more: ModelTrace, steps: int) -> ModelTrace:
+    """The trace at a larger microbatch, `steps` times as far from `few` as `more` is, as if all numbers were linear.
 
-    Work is; the most that is alive at once is the largest of such numbers, and never below what is returned here.
+    From two sequences on work is. The most that is alive at once is the largest of such numbers, and never below what is
+    returned here.
     """
-    found: ModelTrace = _linear(one, two, microbatch - 1)
+    found: ModelTrace = _linear(few, more, steps)
     return found
 
 
-def _linear(one: Any, two: Any, more: int) -> Any:
-    """`one + more (two - one)` of the integers of equal trees of dataclasses and tuples."""
-    if isinstance(one, int):
-        return one + more * (two - one)
-    if isinstance(one, Matmul):
-        return Matmul(*(a + more * (b - a) for a, b in zip(one, two, strict=True)))
-    if isinstance(one, tuple):
-        return tuple(_linear(a, b, more) for a, b in zip(one, two, strict=True))
-    fields = dataclasses.fields(one)
-    return type(one)(**{f.name: _linear(getattr(one, f.name), getattr(two, f.name), more) for f in fields})
+def _linear(few: Any, more: Any, steps: int) -> Any:
+    """`few + steps (more - few)` of the integers of equal trees of dataclasses and tuples."""
+    if isinstance(few, int):
+        return few + steps * (more - few)
+    if isinstance(few, Matmul):
+        return Matmul(*(a + steps * (b - a) for a, b in zip(few, more, strict=True)))
+    if isinstance(few, tuple):
+        return tuple(_linear(a, b, steps) for a, b in zip(few, more, strict=True))
+    fields = dataclasses.fields(few)
+    return type(few)(**{f.name: _linear(getattr(few, f.name), getattr(more, f.name), steps) for f in fields})
 
 
 _ASSUMED: dict[str, Callable[..., Any]] = {

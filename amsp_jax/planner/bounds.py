@@ -148,7 +148,7 @@ class Bounds:
 
 
 class _Extrapolating(Scorer):
-    """A scorer that traces one and two sequences, and knows more from those."""
+    """A scorer that traces up to four sequences, and knows more from two and four."""
 
     def __init__(self, scorer: Scorer) -> None:
         super().__init__(scorer.workload, scorer.cluster, scorer.objective)
@@ -157,5 +157,7 @@ class _Extrapolating(Scorer):
     @functools.cache  # noqa: B019
     def trace(self, microbatch: int, remat: Remat) -> ModelTrace:
         """The model at this microbatch, whole."""
-        one = self._scorer.trace(1, remat)
-        return one if microbatch == 1 else extrapolated(one, self._scorer.trace(2, remat), microbatch)
+        steps, odd = divmod(microbatch - 2, 2)
+        if microbatch <= 4 or odd:
+            return self._scorer.trace(microbatch, remat)
+        return extrapolated(self._scorer.trace(2, remat), self._scorer.trace(4, remat), steps)

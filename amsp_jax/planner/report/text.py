@@ -47,11 +47,8 @@ def percent(fraction: float) -> str:
 
 def counted(number: int, noun: str) -> str:
     """`1 node`, `2 nodes`, `2 microbatches`, `2 copies`."""
-    if noun.endswith("y"):
-        plural = f"{noun[:-1]}ies"
-    else:
-        plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
-    return f"{number} {noun if number == 1 else plural}"
+    plurals = {"y": f"{noun[:-1]}ies", "h": f"{noun}es"}
+    return f"{number} {noun if number == 1 else plurals.get(noun[-1], f'{noun}s')}"
 
 
 def short(degrees: Degrees) -> str:

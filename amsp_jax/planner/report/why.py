@@ -49,9 +49,8 @@ def _cut(candidate: Candidate) -> str:
     parallel = candidate.parallel
     told = []
     if parallel.pipeline > 1:
-        told.append(
-            f"{parallel.pipeline} stages" + (f" of {candidate.virtual_stages}" * (candidate.virtual_stages > 1))
-        )
+        chunks = f" of {candidate.virtual_stages} chunks" if candidate.virtual_stages > 1 else ""
+        told.append(f"{parallel.pipeline} stages{chunks}")
     if parallel.context > 1:
         told.append(f"{parallel.context} parts of each sequence")
     if parallel.tensor > 1:
