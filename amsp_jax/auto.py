@@ -111,7 +111,15 @@ def _ranked(config: TrainConfig, model: Model, cluster: Cluster) -> dict:
         reduce_dtype=config.reduce_dtype,
         peel=config.peel,
     )
-    space = Space(microbatches=(config.microbatch,), remats=(Remat(config.remat),))
+    space = Space(
+        microbatches=(config.microbatch,),
+        remats=(Remat(config.remat),),
+        tensors=(config.tensor,),
+        pipelines=(config.pipeline,),
+        contexts=(config.context,),
+        virtual_stages=(config.virtual_stages,),
+        schedule=config.schedule,
+    )
     try:
         ranking = search(workload, cluster, space)
     except NothingFits:
