@@ -29,13 +29,16 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--overrides", type=ast.literal_eval, default={}, help="e.g. \"{'num_layers': 8}\"")
     p.add_argument("--strategy", default="zero3")
     p.add_argument("--seq_len", type=int, default=4096)
-    p.add_argument("--microbatch", type=int, default=2, help="sequences per device")
+    p.add_argument("--microbatch", type=int, default=2, help="sequences per data rank")
     p.add_argument("--accumulation", type=int, default=1)
     p.add_argument("--reduce_dtype", default="float32")
     p.add_argument("--compute_dtype", default="bfloat16")
     p.add_argument("--remat", default="projections")
     p.add_argument("--no_peel", action="store_true")
     p.add_argument("--attention", default="cudnn")
+    for name in ("tensor", "pipeline", "context", "virtual_stages"):
+        p.add_argument(f"--{name}", type=int, default=1, help=f"{name.upper()} of train.py")
+    p.add_argument("--schedule", default="1f1b")
     p.add_argument("--steps", type=int, default=20)
     p.add_argument("--warmup", type=int, default=3)
     p.add_argument("--nodes", type=int, default=1, help="logical nodes the devices are split into")
@@ -67,7 +70,7 @@ def compiler_options(args: argparse.Namespace, model, degrees) -> dict[str, str]
     """Those of train.py."""
     if args.no_default_flags or args.devices:
         return {}
-    options = xla_flags.combine_thresholds(model, degrees, args.compute_dtype, args.reduce_dtype)
+    options = xla_flags.combine_thresholds(model, degrees, args.compute_dtype, args.reduce_dtype, args.tensor)
     return xla_flags.without(options, args.xla_flags)
 
 
@@ -78,10 +81,10 @@ def main() -> None:
 
     from amsp_jax.cluster import peak_flops
     from amsp_jax.optimizer import make_optimizer
-    from amsp_jax.plan import make_plan
+    from amsp_jax.parallel import ModelParallel
+    from amsp_jax.plan import plan_model
     from amsp_jax.state import abstract_state, init_state
     from amsp_jax.step import Remat, StepSettings, make_train_step
-    from amsp_jax.strategy import DataRanks
     from models.registry import build_model
 
     if args.process:
@@ -91,14 +94,18 @@ def main() -> None:
         devices = absent.devices(args.compile_for, args.nodes, args.devices // args.nodes)
     else:
         devices = jax.devices()
-    ranks = DataRanks(len(devices) // args.nodes, args.nodes)
+    parallel = ModelParallel(tensor=args.tensor, pipeline=args.pipeline, context=args.context)
+    ranks = parallel.data_ranks(args.nodes, len(devices) // args.nodes)
     model = build_model(args.model, args.overrides, attention=args.attention)
-    plan = make_plan(args.strategy, model.abstract_params(), ranks, devices, jnp.dtype(args.compute_dtype))
+    plan = plan_model(args.strategy, model, ranks, devices, jnp.dtype(args.compute_dtype), parallel)
     optimizer = make_optimizer("adamw", 3e-4, weight_decay=0.1, clip_norm=1.0)
-    settings = StepSettings(reduce_dtype=jnp.dtype(args.reduce_dtype), remat=Remat(args.remat), peel=not args.no_peel)
+    settings = StepSettings(
+        reduce_dtype=jnp.dtype(args.reduce_dtype), remat=Remat(args.remat), peel=not args.no_peel,
+        schedule=args.schedule, virtual_stages=args.virtual_stages,
+    )  # fmt: skip
     step = make_train_step(model, optimizer, plan, settings)
 
-    shape = (args.accumulation, args.microbatch * len(devices), args.seq_len)
+    shape = (args.accumulation, args.microbatch * ranks.total, args.seq_len)
     kinds = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     batch = {k: jax.ShapeDtypeStruct(shape, d, sharding=plan.batch_sharding) for k, d in kinds.items()}
     start = time.perf_counter()
@@ -114,6 +121,7 @@ def main() -> None:
     row = {
         "model": args.model, "overrides": args.overrides, "strategy": str(plan.degrees), "seq_len": args.seq_len,
         "microbatch": args.microbatch, "accumulation": args.accumulation, "reduce_dtype": args.reduce_dtype,
+        "parallel": str(parallel), "schedule": args.schedule, "virtual_stages": args.virtual_stages,
         "remat": args.remat, "peel": not args.no_peel, "devices": len(devices), "nodes": args.nodes,
         "device_kind": devices[0].device_kind, "jax": jax.__version__, "xla_flags": os.environ["XLA_FLAGS"],
         "compiler_options": options,
@@ -126,7 +134,7 @@ def main() -> None:
     if not args.compile_for:
         state = init_state(model, optimizer, plan, 0)
         batches = [random_batch(plan, shape, model, i) for i in range(4)]
-        row |= measure(args, compiled, state, batches, model, devices, peak_flops)
+        row |= measure(args, compiled, state, batches, model, devices, parallel.total, peak_flops)
     if jax.process_index() == 0:
         print(json.dumps(row), flush=True)
 
@@ -140,14 +148,15 @@ def random_batch(plan, shape: tuple[int, int, int], model, number: int) -> dict:
     def rows(index, offset: int):
         sizes = [len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)]
         draw = np.random.default_rng([number, index[1].start or 0])
-        return draw.integers(0, vocab, (*sizes[:2], shape[2] + 1), dtype=np.int32)[..., offset : offset + shape[2]]
+        tokens = draw.integers(0, vocab, (*sizes[:2], shape[2] + 1), dtype=np.int32)
+        return tokens[..., offset : offset + shape[2]][..., index[2]]
 
     make = lambda f: jax.make_array_from_callback(shape, plan.batch_sharding, f)  # noqa: E731
     ones = make(lambda index: np.ones_like(rows(index, 0), np.float32))
     return {"tokens": make(lambda i: rows(i, 0)), "targets": make(lambda i: rows(i, 1)), "weights": ones}
 
 
-def measure(args, compiled, state, batches, model, devices, peak_flops) -> dict:
+def measure(args, compiled, state, batches, model, devices, devices_per_rank, peak_flops) -> dict:
     import numpy as np
 
     seed = jax.device_put(np.uint32(0), compiled.input_shardings[0][2])
@@ -167,7 +176,7 @@ def measure(args, compiled, state, batches, model, devices, peak_flops) -> dict:
                 state, metrics = compiled(state, batches[i], seed)
                 jax.block_until_ready(metrics)
     median = statistics.median(times)
-    tokens_per_s = args.microbatch * args.accumulation * args.seq_len / median
+    tokens_per_s = args.microbatch * args.accumulation * args.seq_len / devices_per_rank / median
     flops = tokens_per_s * model.numbers.flops_per_token(args.seq_len)
     peak = peak_flops(devices[0].device_kind)
     stats = jax.local_devices()[0].memory_stats() or {}
