@@ -96,9 +96,9 @@ def test_gathers_of_a_half_run_one_part_ahead():
 
 
 def test_a_step_by_hand():
-    """Two stages of one block, 4 microbatches; only blocks take time, 1 and 2. Forward halves: 4 of 1. Backward halves: 5
-    of 1 + 2, the last stage alone, both together three times, the first alone. Two sends of 0.1 a tick."""
-    parts = [part(0.0, 0.0), part(), part()]
+    """Two stages of one block, 4 microbatches; only blocks take time, 1 and 2. Forward halves: 4 of 1. Backward halves:
+    5 of 1 + 2, the last stage alone, both together three times, the first alone. Two sends of 0.1 a tick."""
+    parts = [part(0.0, 0.0), part(), part(0.0, 0.0)]
     schedule, chunks = Schedule("1f1b", 2, 1, 4), Chunks.of((0, 0), 2, 1)
     timeline = pipeline_timeline(schedule, chunks, parts, OnceTimes(0.5, 0.25, 0.125), 0.1, 1.0)
     assert timeline.step_s == pytest.approx(4 * 1 + 5 * 3 + 0.875 + 2 * schedule.num_ticks * 0.1)
@@ -136,14 +136,17 @@ def test_where_stages_lie():
     assert group_of(("stage", "inter_opt", "context"), sizes, Degree(2, 4)) == Degree(4, 8)
 
 
-def test_tensor_and_sequence_parallelism_is_four_gathers_and_four_scatters(scorer):
-    """Of b s h, 2 bytes a value; and the two gathers again that are never kept."""
-    costs = [c for c in scorer.message_costs(candidate(tensor=4, remat=Remat.NONE)) if c.message.phase is Phase.TENSOR]
+@pytest.mark.parametrize(
+    ("remat", "gathers", "scatters"), [(Remat.NONE, 4, 4), (Remat.PROJECTIONS, 6, 4), (Remat.FULL, 6, 5)]
+)
+def test_tensor_and_sequence_parallelism_is_four_gathers_and_four_scatters(scorer, remat, gathers, scatters):
+    """Of b s h, 2 bytes a value; and again what is not kept."""
+    costs = [c for c in scorer.message_costs(candidate(tensor=4, remat=remat)) if c.message.phase is Phase.TENSOR]
     block = {c.message.kind: c for c in costs if c.part == "each block"}
     assert {c.message.num_bytes for c in costs} == {2048 * 2048 * 2}
     assert {c.message.group for c in costs} == {Degree(4, 1)}
     passes = 8 * (64 // 4)  # blocks x microbatches
-    assert block["all-gather"].count == (4 + 2) * passes and block["reduce-scatter"].count == 4 * passes
+    assert block["all-gather"].count == gathers * passes and block["reduce-scatter"].count == scatters * passes
 
 
 def test_context_shortens_what_tensor_sends(scorer):
@@ -267,15 +270,15 @@ def every_point(scorer, space):
 
 @pytest.mark.parametrize("memory_gib", [64, 6])
 def test_the_best_are_those_of_every_point(memory_gib):
-    limit = memory_gib * 2**30
+    limit, space = memory_gib * 2**30, dataclasses.replace(SPACE, microbatches=(2,), remats=(Remat.FULL,))
     scorer = Scorer(workload(global_batch=32, **SMALL), named_cluster("frontier", 2))
     times, misfits = [], 0
-    for point in every_point(scorer, SPACE):
+    for point in every_point(scorer, space):
         if scorer.needed_bytes(point) <= limit:
             times.append(scorer.estimate(point).step_s)
         else:
             misfits += 1
-    ranking = search(scorer.workload, scorer.cluster, SPACE, memory_bytes=limit, num_exact=5)
+    ranking = search(scorer.workload, scorer.cluster, space, memory_bytes=limit, num_exact=5)
     assert [e.step_s for e in ranking.ranked[:5]] == sorted(times)[:5]
     assert len(ranking.ranked) < len(times) and (misfits > 0) == (memory_gib < 64)
     looked_at = len(ranking.ranked) + ranking.num_rejected[Reason.SLOWER] + ranking.num_rejected[Reason.MEMORY]

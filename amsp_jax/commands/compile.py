@@ -181,7 +181,16 @@ def text(step: CompiledStep) -> str:
         f"{point}: compiled in {step.compile_s:.1f} s for "
         f"{point.num_devices} {step.device_kind} that are not here, by XLA of jax {jax.__version__}"
     )
-    return "\n\n".join([head, _memory_table(step), _collectives_table(step), _spans_table(step), _sync_line(step)])
+    tables = [head, _memory_table(step), _collectives_table(step), _spans_table(step), _sync_line(step)]
+    if point.parallel.pipeline > 1:
+        tables.insert(3, _BRANCHES)
+    return "\n\n".join(tables)
+
+
+_BRANCHES = (
+    "the program has the work of every stage: compiled collectives inside it, over tensor and context, are those of all\n"
+    "branches in all ticks, the planner's those of the stage with the most blocks"
+)
 
 
 def _memory_table(step: CompiledStep) -> str:

@@ -22,7 +22,7 @@ from amsp_jax.schedule import NAMES as SCHEDULES
 from amsp_jax.schedule import Schedule, assign_blocks
 from amsp_jax.stack import Remat
 from amsp_jax.strategy import parse
-from models.layers import choose_attention
+from models.attention import choose_attention
 from models.registry import build_model, model_config
 
 

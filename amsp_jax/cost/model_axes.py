@@ -55,8 +55,8 @@ def block_messages(output_bytes: int, attended_bytes: int, parallel: ModelParall
     """Over tensor and context, of one block.
 
     Each half gathers the sequence and scatters its result, and backward the other way around: 4 gathers and 4 scatters
-    of b s/c h. What a gather returns is never kept, so backward there are 2 more; `full` computes the first half's
-    result again, of which the second is made, so there is 1 more scatter. The ring is a message a pass: see
+    of b s/c h. Unless all is kept, what the gathers return is not, so backward there are 2 more; `full` computes the
+    first half's result again, too, of which the second is made: 1 more scatter. The ring is a message a pass: see
     `ring_bytes`. In a pipeline keys and values are gathered instead, and their float32 gradients scattered: the bytes
     on the wire are those of the ring, but for the gradients' last hop.
 
@@ -70,7 +70,7 @@ def block_messages(output_bytes: int, attended_bytes: int, parallel: ModelParall
     if parallel.tensor > 1:
         gather, scatter = _over_tensor(output_bytes, parallel)
         found += [
-            Repeated(gather, HALVES, 2 * HALVES),
+            Repeated(gather, HALVES, HALVES + (0 if remat is Remat.NONE else HALVES)),
             Repeated(scatter, HALVES, HALVES + (1 if remat is Remat.FULL else 0)),
         ]
     if parallel.context > 1 and parallel.pipeline > 1:

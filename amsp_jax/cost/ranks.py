@@ -16,6 +16,7 @@ from amsp_jax.cost.trace import ModelTrace, PartTrace
 from amsp_jax.model import Model, Params
 from amsp_jax.parallel import ModelParallel
 from amsp_jax.plan import LeafPlan
+from amsp_jax.stack import Remat
 
 HALVES = 2
 """Of a block, each between a `tensor.enter` and a `tensor.leave`."""
@@ -86,31 +87,34 @@ def _split_share(leaves: Sequence[LeafPlan]) -> float:
     return sum(math.prod(leaf.rank_shape) for leaf in leaves) / whole if whole else 1.0
 
 
-def rank_trace(trace: ModelTrace, parallel: ModelParallel) -> ModelTrace:
+def rank_trace(trace: ModelTrace, parallel: ModelParallel, remat: Remat) -> ModelTrace:
     """The same trace with one rank's bytes: 1/(t c) of each, and the sequences that it has whole inside a half.
 
     Work is left as it is; `shares` says what of it is a rank's. Each half of a block has its whole sequence, before the
     first product and after the last, alive in the backward pass; what waits for a parameter's gradient is whole, too.
+    With nothing rematerialised the sequence before the first product is kept, whole.
     """
     if parallel.tensor * parallel.context == 1:
         return trace
     return dataclasses.replace(
         trace,
         embed=_rank_part(trace.embed, parallel, num_halves=1),
-        blocks=tuple(_rank_part(block, parallel, HALVES) for block in trace.blocks),
+        blocks=tuple(_rank_part(block, parallel, HALVES, keeps=remat is Remat.NONE) for block in trace.blocks),
         head=_rank_part(trace.head, parallel, num_halves=1, flows=trace.embed.output_bytes),
         batch_bytes=trace.batch_bytes // parallel.context,
     )
 
 
-def _rank_part(part: PartTrace, parallel: ModelParallel, num_halves: int, flows: int | None = None) -> PartTrace:
-    """Args: `flows`: bytes of what a half gathers, where it is not the part's output."""
+def _rank_part(
+    part: PartTrace, parallel: ModelParallel, num_halves: int, flows: int | None = None, keeps: bool = False
+) -> PartTrace:
+    """Of a part of some halves, which gather `flows` bytes, the part's output if None, and may keep them."""
     ranks = parallel.tensor * parallel.context
     whole = num_halves * (part.output_bytes if flows is None else flows)
     more = whole // parallel.context - whole // ranks
     return dataclasses.replace(
         part,
-        saved_bytes=-(-part.saved_bytes // ranks),
+        saved_bytes=-(-part.saved_bytes // ranks) + (more if keeps else 0),
         backward_bytes=-(-part.backward_bytes // ranks) + more,
         pending_bytes=-(-part.pending_bytes // ranks) + more,
         output_bytes=-(-part.output_bytes // ranks),

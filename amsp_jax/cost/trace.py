@@ -120,8 +120,8 @@ def trace_model(sketch: Sketch, microbatch: int, seq_len: int, remat: Remat, com
 def extrapolated(few: ModelTrace, more: ModelTrace, steps: int) -> ModelTrace:
     """The trace at a larger microbatch, `steps` times as far from `few` as `more` is, as if all numbers were linear.
 
-    From two sequences on work is. The most that is alive at once is the largest of such numbers, and never below what is
-    returned here.
+    From two sequences on work is. The most that is alive at once is the largest of such numbers, and never below what
+    is returned here.
     """
     found: ModelTrace = _linear(few, more, steps)
     return found

@@ -85,7 +85,7 @@ class Scorer:
     @functools.cache  # noqa: B019
     def rank_trace(self, microbatch: int, remat: Remat, inner: ModelParallel) -> ModelTrace:
         """The same with the bytes of one tensor and context rank."""
-        return ranks.rank_trace(self.trace(microbatch, remat), inner)
+        return ranks.rank_trace(self.trace(microbatch, remat), inner, remat)
 
     @functools.cache  # noqa: B019
     def plan(self, degrees: Degrees, parallel: ModelParallel = ALONE) -> Plan:
@@ -320,12 +320,12 @@ class Scorer:
         accumulation = candidate.accumulation(self.workload.global_batch)
         uses = self.local_kinds(candidate.parallel, candidate.virtual_stages)
         inner = self._inner_messages(candidate.microbatch, candidate.kept, candidate.inner)
-        # A stage goes forward twice, the second time for its backward pass.
-        passes = 2 if candidate.parallel.pipeline > 1 else 1
         found = []
         for kind, (name, states) in enumerate(
             zip(names, self._messages(candidate.degrees, candidate.parallel), strict=True)
         ):
+            # A stage goes forward twice, the second time for its backward pass; the head's pass is that one.
+            passes = 2 if candidate.parallel.pipeline > 1 and name != "head" else 1
             for message, seconds in states:
                 often = 1 if message.phase in ONCE else accumulation * (passes if message.phase is Phase.FORWARD else 1)
                 found.append((name, message, uses[kind] * often, seconds))
