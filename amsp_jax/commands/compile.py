@@ -188,8 +188,8 @@ def text(step: CompiledStep) -> str:
 
 
 _BRANCHES = (
-    "the program has the work of every stage: compiled collectives inside it, over tensor and context, are those of all\n"
-    "branches in all ticks, the planner's those of the stage with the most blocks"
+    "the program has the work of every stage: compiled collectives inside it, over tensor and context, are those of\n"
+    "all branches in all ticks, the planner's those of the stage with the most blocks"
 )
 
 
