@@ -112,5 +112,6 @@ def compile_step(
 def compiler_options(model: Model, plan: Plan, settings: StepSettings) -> dict[str, str]:
     """What `compile_step` tells XLA."""
     ours = xla_flags.as_options(xla_flags.flags("cuda"))
-    ours |= xla_flags.combine_thresholds(model, plan.degrees, plan.compute_dtype, settings.reduce_dtype)
+    tensor = plan.parallel.tensor
+    ours |= xla_flags.combine_thresholds(model, plan.degrees, plan.compute_dtype, settings.reduce_dtype, tensor)
     return xla_flags.without(ours, os.environ.get("XLA_FLAGS", "")) | _UNTIMED
