@@ -13,7 +13,6 @@ import threading
 import jax
 import pytest
 
-from amsp_jax import xla_flags
 from amsp_jax.errors import UserError
 from amsp_jax.launch import environment, rendezvous, setup
 from amsp_jax.launch.accelerator import count_gpus, find_platform
@@ -22,8 +21,6 @@ from amsp_jax.launch.grid import real_grid, share_gpus
 from amsp_jax.launch.lines import allow_connections
 from amsp_jax.launch.processes import Processes, find_processes
 from amsp_jax.launch.rendezvous import Facts, meet
-from amsp_jax.strategy import DataRanks, parse
-from models.registry import build_model
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -93,57 +90,6 @@ def test_an_unknown_platform_is_named():
 )
 def test_visible_gpus(tmp_path, variables, count):
     assert count_gpus("cuda", variables, machine(tmp_path, nvidia=4)) == count
-
-
-# XLA flags
-
-
-def test_flags_follow_the_platform():
-    assert not any("triton_gemm" in flag for flag in xla_flags.flags("cuda"))
-    assert "--xla_gpu_enable_triton_gemm=false" in xla_flags.flags("rocm")
-    assert all(flag.startswith("--xla_cpu") for flag in xla_flags.flags("cpu"))
-
-
-def test_collectives_are_combined_up_to_a_block():
-    model = build_model("llama-tiny")
-    block = sum(x.size for x in jax.tree.leaves(model.split(model.abstract_params())[1][0]))
-    degrees = parse("params=4x1 grads=4x2 opt_state=4x2").resolve(DataRanks(4, 2))
-    assert xla_flags.combine_thresholds(model, degrees, "bfloat16", "float32") == {
-        "xla_gpu_all_gather_combine_threshold_bytes": str(2 * block),
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": str(4 * (block // 8)),
-        "xla_gpu_all_reduce_combine_threshold_bytes": str(4 * (block // 8)),
-    }
-
-
-def test_a_threshold_of_the_users_is_left_to_the_flags():
-    options = {"xla_a": "1", "xla_b": "2"}
-    assert xla_flags.without(options, "--xla_b=7 --xla_c") == {"xla_a": "1"}
-
-
-def test_the_users_flags_win():
-    assert xla_flags.merge(["--a=1", "--b=2"], ["--a=3"]) == ["--a=3", "--b=2"]
-
-
-def test_a_flag_that_xla_refuses_is_dropped_once_and_remembered(tmp_path, monkeypatch):
-    ours = ["--xla_gpu_enable_no_such_thing=true", *xla_flags.flags("cuda")]
-    ours += xla_flags.flags("rocm")
-    cache = tmp_path / "new" / "flags.json"
-    kept, notes = xla_flags.checked(ours, [], cache)
-    assert kept == xla_flags.merge(ours[1:])
-    assert len(notes) == 1 and "--xla_gpu_enable_no_such_thing=true left out" in notes[0]
-    monkeypatch.setattr(xla_flags, "_run_child", lambda flags: pytest.fail("asked twice"))
-    assert xla_flags.checked(ours, [], cache) == (kept, notes)
-
-
-def test_a_users_flag_that_xla_refuses_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        xla_flags, "_run_child", lambda flags: (-6, "F0000 env.cc] Unknown flags in XLA_FLAGS: --xla_nope=1 --xla_b")
-    )
-    with pytest.raises(UserError, match="XLA flags --xla_nope=1: jaxlib"):
-        xla_flags.checked(["--xla_b"], ["--xla_nope=1"], tmp_path / "a")
-    monkeypatch.setattr(xla_flags, "_run_child", lambda flags: (-6, "something else"))
-    with pytest.raises(UserError, match="something else"):
-        xla_flags.checked([], ["--xla_nope=1"], tmp_path / "b")
 
 
 # Processes

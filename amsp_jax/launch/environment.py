@@ -14,7 +14,11 @@ from typing import Any
 import jax
 from jax.extend.backend import get_backend
 
+from amsp_jax.xla_flags import read_site
+
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+# What drivers and communication libraries read.
+_DRIVERS = re.compile(r"(CUDA|FI|GPU|HIP|HSA|NCCL|RCCL|ROCR|UCX|XLA_PYTHON_CLIENT)_\w+")
 
 
 def environment() -> dict[str, Any]:
@@ -28,10 +32,17 @@ def environment() -> dict[str, Any]:
         "num_processes": jax.process_count(),
         "hostname": socket.gethostname(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "variables": _variables(),
         "backend": get_backend().platform_version,
         "driver": _driver(pathlib.Path("/")),
         "git_commit": _git_commit(pathlib.Path(__file__)),
     }
+
+
+def _variables() -> dict[str, str]:
+    """Whoever set them: the shell, the site file or our table."""
+    names = read_site().environment.keys() | filter(_DRIVERS.fullmatch, os.environ)
+    return {name: os.environ[name] for name in sorted(names) if name in os.environ}
 
 
 def _version(package: str) -> str | None:

@@ -16,13 +16,13 @@ from typing import Any
 import jax
 import jaxlib.version
 
-from amsp_jax import xla_flags
 from amsp_jax.cluster import Cluster, device_peak
 from amsp_jax.errors import UserError
 from amsp_jax.launch.accelerator import VISIBILITY, count_gpus, find_platform
 from amsp_jax.launch.grid import Grid, real_grid, share_gpus, simulated_grid, simulated_share
 from amsp_jax.launch.lines import allow_connections, listen
 from amsp_jax.launch.processes import Processes, end_all_on_error, find_processes
+from amsp_jax.launch.profile import find_profile
 from amsp_jax.launch.rendezvous import Facts, is_loopback, meet
 from amsp_jax.launch.together import add_up
 from amsp_jax.launch.watch import Watch, own_watch
@@ -32,8 +32,6 @@ from amsp_jax.launch.watch import Watch, own_watch
 _HEARTBEAT_S, _SHUTDOWN_S = 30, 60
 # For the drivers of the devices, and jax's own exchange between the processes.
 _DEVICES_S = 120.0
-# By default jax takes 75 % of a GPU. The rest is for NCCL, cuDNN and the context.
-_MEMORY_FRACTION = "0.92"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +47,7 @@ class Layout:
       process_index, process_count: this process and all of them.
       hosts: of each process.
       notes: lines for the user about settings that have no effect here, and the like.
+      settings: lines on the XLA flags and variables that were set.
     """
 
     platform: str
@@ -61,12 +60,18 @@ class Layout:
     process_count: int
     hosts: tuple[str, ...]
     notes: tuple[str, ...]
+    settings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Which process on which host has which devices of which node."""
+        """Which process on which host has which devices of which node, and what was set for them."""
         head = f"{self.num_nodes} nodes x {self.devices_per_node} devices: {self.device_kind} ({self.platform})"
         return "\n".join(
-            [head, "process  host              node: devices", *map(self._process_row, range(self.process_count))]
+            [
+                head,
+                "process  host              node: devices",
+                *map(self._process_row, range(self.process_count)),
+                *self.settings,
+            ]
         )
 
     def _process_row(self, index: int) -> str:
@@ -131,9 +136,12 @@ def setup(
         unused = {"SIMULATED_NODES": simulated_nodes, "SIMULATED_DEVICES_PER_NODE": simulated_devices_per_node}
         notes += _unused("an accelerator is in use", **unused)
         num_local = max(count_gpus(platform), 1)
+    profile = find_profile(platform)
     asked: dict[str, Any] = {"DEVICES_PER_NODE": devices_per_node}
     if platform == "cpu":
         asked = {"SIMULATED_NODES": simulated[0], "SIMULATED_DEVICES_PER_NODE": simulated[1]}
+    # Processes whose GPUs or site files differ would compile steps that wait for one another.
+    asked["the list of XLA flags"] = " ".join(profile.flags)
     watch.doing("waiting for the other processes")
     everyone = _meet(processes, platform, num_local, {**asked, **(same or {})}, timeout_s, watched)
     gpu_ids = None
@@ -142,7 +150,7 @@ def setup(
     else:
         gpu_ids, everyone = share_gpus(everyone, processes.index)
         grid = real_grid(everyone, devices_per_node)
-    notes += _set_flags(platform, extra_xla_flags)
+    settings, refused = profile.apply(extra_xla_flags)
     _choose_backend(platform, num_local, processes.count)
     watch.doing("starting the devices", _DEVICES_S)
     _connect(processes, gpu_ids, timeout_s)
@@ -166,7 +174,8 @@ def setup(
         process_index=processes.index,
         process_count=processes.count,
         hosts=tuple(facts.host for facts in everyone),
-        notes=tuple(notes),
+        notes=(*notes, *refused),
+        settings=tuple(settings),
     )
 
 
@@ -242,16 +251,6 @@ def _gpu_group(platform: str, processes: Processes) -> str:
     if processes.gpus_bound:
         return f"process {processes.index}"
     return " ".join(f"{name}={os.environ.get(name)}" for name in VISIBILITY.get(platform, ()))
-
-
-def _set_flags(platform: str, extra: str) -> list[str]:
-    """Sets `XLA_FLAGS` and, on GPUs, the memory fraction; the user's own values win."""
-    if platform != "cpu":
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _MEMORY_FRACTION)
-    users = xla_flags.merge(os.environ.get("XLA_FLAGS", "").split(), extra.split())
-    final, notes = xla_flags.checked(xla_flags.flags(platform), users)
-    os.environ["XLA_FLAGS"] = " ".join(final)
-    return notes
 
 
 def _choose_backend(platform: str, num_local: int, num_processes: int) -> None:

@@ -1,0 +1,38 @@
+"""How far XLA may combine collectives: it depends on the strategy, so it goes with one compilation of the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from amsp_jax.model import Model
+from amsp_jax.strategy import Degrees
+
+
+def combine_thresholds(
+    model: Model, degrees: Degrees, compute_dtype: Any, reduce_dtype: Any, tensor: int = 1
+) -> dict[str, str]:
+    """Compiler options for GPUs: collectives are combined up to one block.
+
+    Then the leaves of a block share one collective, and blocks are not merged: their collectives could not overlap
+    the blocks between. XLA counts the bytes of results: a gathered block in the compute dtype; a scattered one, which
+    is also what replicas then all-reduce, in the reduction dtype over the ranks that share a gradient.
+
+    Args:
+      model: whose first block counts, or its head if it has none.
+      degrees: the resolved strategy.
+      compute_dtype: of gathered parameters.
+      reduce_dtype: of reduced gradients.
+      tensor: ranks that share each matrix.
+    """
+    _, blocks, head = model.split(model.abstract_params())
+    num_params = sum(x.size for x in jax.tree.leaves(blocks[0] if blocks else head)) // tensor
+    gather_bytes = num_params * jnp.dtype(compute_dtype).itemsize
+    scatter_bytes = num_params // degrees.grads.total * jnp.dtype(reduce_dtype).itemsize
+    return {
+        "xla_gpu_all_gather_combine_threshold_bytes": str(gather_bytes),
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": str(scatter_bytes),
+        "xla_gpu_all_reduce_combine_threshold_bytes": str(scatter_bytes),
+    }
