@@ -29,7 +29,7 @@ from amsp_jax.model import Model
 from amsp_jax.optimizer import OPTIMIZERS
 from amsp_jax.strategy import PRESETS, PRESETS_WITH_RANKS
 from models import registry
-from models.layers import AttentionChoice, choose_attention
+from models.attention import AttentionChoice, choose_attention
 from models.registry import MODELS, model_config
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -251,7 +251,15 @@ def build_model(config: TrainConfig, device: jax.Device | None = None) -> BuiltM
     attention = AttentionChoice("xla", "no device chosen")
     if device is not None:
         capability = getattr(device, "compute_capability", None)
-        attention = choose_attention(device.platform, capability, sizes.head_dim, config.compute_dtype, config.seq_len)
+        attention = choose_attention(
+            device.platform,
+            capability,
+            sizes.head_dim,
+            config.compute_dtype,
+            config.seq_len,
+            forced=config.model_overrides.get("attention"),
+            num_context=config.context,
+        )
     model = registry.build_model(config.model, config.model_overrides, attention=attention.implementation)
     return BuiltModel(model=model, vocab_size=sizes.vocab_size, attention=attention.reason)
 

@@ -26,6 +26,9 @@ from amsp_jax.plan import LeafPlan
 PROJECTIONS = ("qkv", "attention_out", "mlp_gate", "mlp_up")
 """The `checkpoint_name`s of matrix products whose results the policy `projections` keeps."""
 
+PALLAS_ATTENTION = "mha"
+"""The function of jax's Pallas attention, whose results are attention's and its log-sum-exp."""
+
 
 class Remat(StrEnum):
     """What a block keeps for its backward pass; gathered parameters never are."""
@@ -47,16 +50,23 @@ def policy(remat: Remat) -> Callable[..., Any]:
     return jax.checkpoint_policies.save_from_both_policies(names, _is_fused_attention)
 
 
-def _is_fused_attention(primitive: Any, *_: Any, **__: Any) -> bool:
-    return "dot_product_attention_fwd" in primitive.name
+def _is_fused_attention(primitive: Any, *_: Any, **params: Any) -> bool:
+    return "dot_product_attention_fwd" in primitive.name or _is_call_of(PALLAS_ATTENTION, params)
 
 
 def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
-    # A `gather` reaches the policy as one call, whose result would be saved whatever is named inside it.
-    body = params.get("call_jaxpr")
-    holds_gathered = body is not None and any(eqn.params.get("name") == GATHERED for eqn in body.eqns)
     is_params = primitive.name == "all_gather" and TENSOR not in params["axis_name"]
-    return not is_params and params.get("name") != GATHERED and not holds_gathered
+    return not is_params and params.get("name") != GATHERED and not _is_call_of(GATHERED, params)
+
+
+def _is_call_of(name: str, params: dict[str, Any]) -> bool:
+    """Whether a primitive calls a function that holds what has this name.
+
+    A function with a gradient of its own reaches a policy as one call: its results are saved or not, whatever is named
+    inside it.
+    """
+    body = params.get("call_jaxpr")
+    return body is not None and any(eqn.params.get("name") == name for eqn in body.eqns)
 
 
 class Gather:

@@ -49,7 +49,7 @@ from amsp_jax.plan import Plan, make_plan
 from amsp_jax.state import TrainState, abstract_state
 from amsp_jax.step import StepSettings, make_train_step
 from amsp_jax.strategy import DataRanks
-from models.layers import choose_attention
+from models.attention import choose_attention
 from models.registry import model_config
 
 NUM_WARMUP, NUM_STEPS, NUM_SLOW_STEPS, SLOW_STEP_S = 2, 8, 4, 1.5

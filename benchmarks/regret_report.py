@@ -29,7 +29,7 @@ from regret_settings import (
 from amsp_jax.cluster import Cluster, compute_capability, load_cluster
 from amsp_jax.planner import Candidate, Estimate, Scorer, Workload
 from amsp_jax.strategy import Degrees, all_degrees
-from models.layers import choose_attention
+from models.attention import choose_attention
 from models.registry import model_config
 
 ACCUMULATIONS = (1, 2, 4, 8)

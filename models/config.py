@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from amsp_jax.errors import UserError
 
-AttentionImplementation = Literal["xla", "cudnn"]
+AttentionImplementation = Literal["xla", "cudnn", "pallas"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class TransformerConfig:
       tied: the head multiplies by the embedding table instead of a matrix of its own.
       norm_eps: added to the variance before the square root.
       init_std: standard deviation of the initial weights.
-      attention: the implementation that `jax.nn.dot_product_attention` takes; see `layers.choose_attention`.
+      attention: whose kernels attend; `attention.choose_attention` finds the fastest that work on a device.
 
     Raises:
       UserError: a size has the wrong type, is not positive or does not divide.

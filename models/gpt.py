@@ -15,6 +15,7 @@ from amsp_jax import context, tensor
 from amsp_jax.errors import UserError
 from amsp_jax.model import Batch, Model, ModelNumbers, Split
 from models import layers
+from models.attention import causal_attention
 from models.config import TransformerConfig
 
 
@@ -87,7 +88,7 @@ class Attention(nnx.Module):
             layers.split_heads(checkpoint_name(project(x_BSD), "qkv"), self.config.head_dim)
             for project in (self.q, self.k, self.v)
         )
-        heads_BSD = layers.causal_attention(q_BSNH, k_BSNH, v_BSNH, self.config.attention)
+        heads_BSD = causal_attention(q_BSNH, k_BSNH, v_BSNH, self.config.attention)
         return checkpoint_name(layers.sum_rows(self.o, heads_BSD), "attention_out")
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from amsp_jax import context, tensor
 from amsp_jax.model import Batch, LossOutput, Model, ModelNumbers, Part, Split
-from models.config import AttentionImplementation, TransformerConfig
+from models.config import TransformerConfig
 
 
 class RMSNorm(nnx.Module):
@@ -153,22 +153,6 @@ def split_heads(x_BSD: jax.Array, head_dim: int) -> jax.Array:
     return x_BSD.reshape(*x_BSD.shape[:2], -1, head_dim)
 
 
-def causal_attention(
-    q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, implementation: AttentionImplementation
-) -> jax.Array:
-    """Each token attends to itself and the tokens before it; returns [B, S, N x H]. N is a multiple of K.
-
-    With context ranks it is `context.ring_attention`, whatever the implementation.
-    """
-    if context.size() > 1:
-        out_BSNH = context.ring_attention(q_BSNH, k_BSKH, v_BSKH)
-        return out_BSNH.reshape(*out_BSNH.shape[:2], -1)
-    # Its XLA form asks for the common dtype of bfloat16 and float32, which jax_numpy_dtype_promotion=strict refuses.
-    with jax.numpy_dtype_promotion("standard"):
-        out_BSNH = jax.nn.dot_product_attention(q_BSNH, k_BSKH, v_BSKH, is_causal=True, implementation=implementation)
-    return out_BSNH.reshape(*out_BSNH.shape[:2], -1)
-
-
 def cross_entropy(
     logits_BSV: jax.Array, targets_BS: jax.Array, weights_BS: jax.Array, vocab_size: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
@@ -257,52 +241,3 @@ def transformer(
         logits=Part.from_nnx(head, Head.logits).apply,
         numbers=numbers,
     )
-
-
-class AttentionChoice(NamedTuple):
-    """An implementation of attention and the reason for it, to be printed."""
-
-    implementation: AttentionImplementation
-    reason: str
-
-
-def choose_attention(
-    platform: str, compute_capability: str | None, head_dim: int, compute_dtype: DTypeLike, seq_len: int
-) -> AttentionChoice:
-    """cuDNN's flash attention where it exists, else XLA's, which holds a [B, N, S, S] matrix of scores.
-
-    Args:
-      platform: a device's `platform`: "gpu", "cuda", "rocm", "cpu", ...
-      compute_capability: a device's `compute_capability`: "9.0" on NVIDIA, "gfx942" on AMD, None where it has none.
-      head_dim: width of a head.
-      compute_dtype: dtype of the activations.
-      seq_len: tokens of a sequence.
-
-    Example:
-      >>> choose_attention("gpu", "9.0", 128, "bfloat16", 4096).implementation
-      'cudnn'
-    """
-    dtype = jnp.dtype(compute_dtype).name
-    major = _nvidia_generation(compute_capability)
-    if platform not in ("gpu", "cuda") or major is None:
-        return AttentionChoice("xla", f"XLA attention, as cuDNN's needs an NVIDIA GPU; the platform is {platform}")
-    if major < 8:
-        return AttentionChoice(
-            "xla", f"XLA attention: cuDNN needs compute capability 8.0 or later, this is {compute_capability}"
-        )
-    if dtype not in ("bfloat16", "float16"):
-        return AttentionChoice("xla", f"XLA attention: cuDNN needs bfloat16 or float16, the compute dtype is {dtype}")
-    limit = 256 if major >= 9 else 128
-    if head_dim % 8 or head_dim > limit:
-        return AttentionChoice(
-            "xla", f"XLA attention: cuDNN needs a head dim that divides by 8 and is at most {limit}, this is {head_dim}"
-        )
-    if seq_len % 2:
-        return AttentionChoice("xla", f"XLA attention: cuDNN needs an even sequence length, this is {seq_len}")
-    return AttentionChoice("cudnn", f"cuDNN flash attention: {dtype}, head dim {head_dim}, NVIDIA {compute_capability}")
-
-
-def _nvidia_generation(compute_capability: str | None) -> int | None:
-    """The major number of "9.0"; None for AMD's "gfx942" and for no answer."""
-    major = (compute_capability or "").split(".")[0]
-    return int(major) if major.isdigit() else None

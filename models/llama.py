@@ -16,6 +16,7 @@ from amsp_jax import tensor
 from amsp_jax.errors import UserError
 from amsp_jax.model import Batch, Model, ModelNumbers, Split
 from models import layers
+from models.attention import causal_attention
 from models.config import TransformerConfig
 
 
@@ -89,7 +90,7 @@ class Attention(nnx.Module):
         k_BSKH = layers.split_heads(checkpoint_name(_project(self.k, x_BSD, heads, head_dim), "qkv"), head_dim)
         v_BSKH = layers.split_heads(checkpoint_name(_project(self.v, x_BSD, heads, head_dim), "qkv"), head_dim)
         q_BSNH, k_BSKH = layers.rotate(q_BSNH, theta), layers.rotate(k_BSKH, theta)
-        heads_BSD = layers.causal_attention(q_BSNH, k_BSKH, v_BSKH, self.config.attention)
+        heads_BSD = causal_attention(q_BSNH, k_BSKH, v_BSKH, self.config.attention)
         return checkpoint_name(layers.sum_rows(self.o, heads_BSD), "attention_out")
 
     def _kv_heads(self, num_local: int) -> jax.Array | None:

@@ -16,7 +16,7 @@ import pytest
 from amsp_jax.errors import UserError
 from models import MODELS, GPTConfig, LlamaConfig, build_model, gpt, llama, model_config
 from models.config import TransformerConfig
-from models.layers import choose_attention, cross_entropy, embed
+from models.layers import cross_entropy, embed
 
 LLAMA = LlamaConfig(num_layers=2, hidden=32, ffn=48, num_heads=4, num_kv_heads=2, vocab_size=61)
 GPT = GPTConfig(num_layers=2, hidden=32, ffn=48, num_heads=4, vocab_size=61, max_seq_len=16)
@@ -317,7 +317,7 @@ def test_overrides_and_runtime_values():
         ("llama-7b", {"num_layers": 2.0}, "num_layers=2.0 is of type float"),
         ("llama-7b", {"tied": 1}, "tied=1 is of type int; it must be of type bool"),
         ("llama-7b", {"hidden": 0}, "hidden=0 must be greater than 0"),
-        ("llama-7b", {"attention": "flash"}, "attention='flash' must be one of 'xla', 'cudnn'"),
+        ("llama-7b", {"attention": "flash"}, "attention='flash' must be one of 'xla', 'cudnn', 'pallas'"),
         ("llama-7b", {"num_heads": 30}, r"num_heads 30 does not divide hidden 4096 \(remainder 16\).* 32"),
         ("llama-7b", {"num_kv_heads": 5}, "num_kv_heads 5 does not divide num_heads 32.* 4, 8"),
         ("llama-7b", {"num_heads": 4096, "num_kv_heads": 1}, "head dim 1 is odd"),
@@ -326,24 +326,3 @@ def test_overrides_and_runtime_values():
 def test_bad_input_is_named(name, overrides, message):
     with pytest.raises(UserError, match=message):
         build_model(name, overrides)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "implementation", "reason"),
-    [
-        (("gpu", "9.0", 128, jnp.bfloat16, 4096), "cudnn", "bfloat16, head dim 128"),
-        (("cuda", "8.0", 128, "float16", 4096), "cudnn", "float16"),
-        (("gpu", "9.0", 200, jnp.bfloat16, 4096), "cudnn", "200"),
-        (("gpu", "8.6", 200, jnp.bfloat16, 4096), "xla", "at most 128, this is 200"),
-        (("gpu", "9.0", 100, jnp.bfloat16, 4096), "xla", "divides by 8"),
-        (("gpu", "7.0", 64, jnp.float16, 4096), "xla", "8.0 or later, this is 7.0"),
-        (("gpu", "9.0", 128, jnp.float32, 4096), "xla", "the compute dtype is float32"),
-        (("gpu", "gfx90a", 128, jnp.bfloat16, 4096), "xla", "NVIDIA"),
-        (("cpu", None, 128, jnp.bfloat16, 4096), "xla", "the platform is cpu"),
-        (("gpu", "9.0", 128, jnp.bfloat16, 4097), "xla", "even sequence length, this is 4097"),
-    ],
-)
-def test_choice_of_attention(arguments, implementation, reason):
-    choice = choose_attention(*arguments)
-    assert choice.implementation == implementation
-    assert reason in choice.reason
