@@ -97,7 +97,7 @@ def ranking_table(ranking: Ranking, top: int) -> str:
 
 def _names(ranking: Ranking, shown: Sequence[Estimate], name: Callable[[Degrees], str]) -> list[str]:
     fields = searched(ranking)
-    rows = [["", "strategy", *(field[:5] for field in fields)]]
+    rows = [["", "strategy", *map(heading, fields)]]
     for number, estimate in enumerate(shown, 1):
         point = estimate.candidate
         rows.append([str(number), name(point.degrees), *(field_text(point, field) for field in fields)])
@@ -130,6 +130,11 @@ def searched(ranking: Ranking) -> list[str]:
 
 _CUT = ("tensor", "pipeline", "context")
 _FIELDS = (*_CUT, "virtual_stages", "microbatch", "remat")
+
+
+def heading(field: str) -> str:
+    """Of a column of one of the fields that `searched` names."""
+    return {"microbatch": "micro", "virtual_stages": "virtual"}.get(field, field)
 
 
 def field_text(candidate: Candidate, name: str) -> str:

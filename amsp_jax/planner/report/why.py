@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from amsp_jax.planner.report.table import TERMS, field_text, searched
+from amsp_jax.planner.report.table import TERMS, field_text, heading, searched
 from amsp_jax.planner.report.text import WIDTH, aligned, counted, gib, percent, seconds, signed
 from amsp_jax.planner.types import Candidate, Estimate, Objective, Ranking, Reason
 from amsp_jax.strategy import Degree, Degrees, parse
@@ -124,7 +124,7 @@ def _presets(ranking: Ranking) -> list[str]:
     """A line for each: its rank and times, or why it has none."""
     fields = searched(ranking)
     times = ["step", "more", "waits", "computes", "peak, GiB"]
-    rows = [["preset", "strategy", *(field[:5] for field in fields), "rank", *times, "what takes most more"]]
+    rows = [["preset", "strategy", *map(heading, fields), "rank", *times, "what takes most more"]]
     for name in WELL_KNOWN:
         degrees = parse(name).resolve(ranking.best.candidate.degrees.ranks)
         found = next(((i, e) for i, e in enumerate(ranking.ranked, 1) if _is(e.candidate, degrees, ranking)), None)
