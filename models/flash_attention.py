@@ -62,11 +62,10 @@ def flash_attention(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, 
     seq_len, num_heads, head_dim = q_BSNH.shape[1:]
     if reason := refusal(head_dim, q_BSNH.dtype):
         raise UserError(f"attention='pallas': {reason}; set the model's attention to 'xla'")
-    group, padding = num_heads // k_BSKH.shape[2], -seq_len % _padded_multiple(seq_len)
-    # Padded keys come after every query, so the causal mask hides them; padded queries are cut off.
-    q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q_BSNH, k_BSKH, v_BSKH))
-    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-    kernels = _kernels()
+    kernels, group = _kernels(), num_heads // k_BSKH.shape[2]
+    q, k, v = (_padded(x) for x in (q_BSNH, k_BSKH, v_BSKH))
+    if group > 1:
+        k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
     out_BSNH: jax.Array = kernels.mha(
         q,
         k,
@@ -80,9 +79,15 @@ def flash_attention(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, 
     return out_BSNH[:, :seq_len]
 
 
-def _padded_multiple(seq_len: int) -> int:
-    """What the sequence is padded to a multiple of: the most rows of a tile, or less for a short sequence."""
-    return min(max(_QUERIES[0], _KEYS[0], _BACKWARD[0]), max(_SMALLEST_TILE, _power_of_two(seq_len)))
+def _padded(x_BSNH: jax.Array) -> jax.Array:
+    """With zeros after the sequence, up to a multiple of the most rows of a tile, or of less if it is shorter.
+
+    Padded keys come after every query, so the causal mask hides them.
+    """
+    seq_len = x_BSNH.shape[1]
+    multiple = min(max(_QUERIES[0], _KEYS[0], _BACKWARD[0]), max(_SMALLEST_TILE, _power_of_two(seq_len)))
+    padding = -seq_len % multiple
+    return jnp.pad(x_BSNH, ((0, 0), (0, padding), (0, 0), (0, 0))) if padding else x_BSNH
 
 
 def _block_sizes(kernels: ModuleType, seq_len: int, head_dim: int, dtype: jnp.dtype) -> object:

@@ -90,6 +90,18 @@ def test_a_step_compiles_for_four_absent_gpus():
 
 @needs_plugin
 @apart
+def test_a_step_compiles_with_pallas_attention():
+    model = build_model("llama-tiny", {"num_layers": 2, "hidden": 256, "num_kv_heads": 2}, attention="pallas")
+    plan = make_plan("zero3", model.abstract_params(), DataRanks(2, 2), absent.devices("a100", 2, 2))
+    optimizer = make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
+    text = absent.compile_step(model, optimizer, plan, StepSettings(), (1, 4, 128)).as_text()
+    kernels = re.findall(r'custom-call\(.*custom_call_target="__gpu\$xla.gpu.triton".*', text)
+    # Forward is not repeated for the backward pass, which has a kernel before its own.
+    assert len(kernels) == 3 * 2 and "__cudnn$fmha" not in text
+
+
+@needs_plugin
+@apart
 def test_thresholds_take_effect_as_options_of_one_compilation():
     plan, optimizer = tiny_plan(), make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
 

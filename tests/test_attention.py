@@ -8,12 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
+from amsp_jax.cost.sketch import Sketch
+from amsp_jax.cost.trace import trace_model
 from amsp_jax.errors import UserError
 from amsp_jax.stack import Remat, policy
 from models import flash_attention as flash
 from models.attention import causal_attention, choose_attention
+from models.registry import build_model
 
 interpreted = functools.partial(flash.flash_attention, interpret=True)
 
@@ -100,7 +104,21 @@ def test_what_the_kernel_does_not_take_is_refused():
         flash.flash_attention(q, k, v)
 
 
-# --- rematerialisation
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(("platform", "kind"), [("cuda", "NVIDIA H100 80GB HBM3"), ("rocm", "gfx942")])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(16, "float32"), (80, "float16"), (128, "bfloat16")])
+def test_pallas_lowers_for_gpus_that_are_not_there(platform, kind, head_dim, dtype):
+    """Up to Triton's program of each kernel; for NVIDIA `test_absent` compiles it, too."""
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+    mesh = AbstractMesh((1,), ("data",), abstract_device=device)
+    run = functools.partial(value_and_gradients, flash.flash_attention)
+    with use_abstract_mesh(mesh):
+        traced = jax.jit(run).trace(*jax.eval_shape(lambda: operands(128, 4, 2, head_dim, dtype)))
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("custom_call @__gpu$xla.gpu.triton") == 3
+
+
+# --- rematerialisation and what the planner sees
 
 
 def kernels_in(jaxpr):
@@ -130,6 +148,25 @@ def test_projections_keep_the_kernels_results_and_no_repeated_keys():
     shapes = [x.shape for x in jax.tree.leaves(jax.vjp(kept, q, k, v)[1])]
     log_sum = (2, 4, 64)
     assert sorted(shapes, key=str) == sorted([q.shape, k.shape, v.shape, q.shape, log_sum], key=str)
+
+
+@pytest.mark.parametrize("remat", list(Remat))
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+def test_the_planner_counts_pallas_as_cudnns(remat, num_kv_heads):
+    sizes = {"num_layers": 1, "hidden": 256, "ffn": 512, "num_heads": 4, "num_kv_heads": num_kv_heads}
+
+    def block(attention):
+        model = build_model("llama-7b", sizes, attention=attention)
+        return trace_model(Sketch.of(model), 1, 256, remat, jnp.bfloat16).blocks[0]
+
+    pallas, cudnn = block("pallas"), block("cudnn")
+    for one, other in ((pallas.forward, cudnn.forward), (pallas.backward, cudnn.backward)):
+        assert one.attention_flops == other.attention_flops and one.matmuls == other.matmuls
+        # Repeated keys and values, and the product of result and cotangent, are passes of their own.
+        assert one.memory_bytes >= other.memory_bytes
+    assert pallas.attended_bytes == cudnn.attended_bytes
+    if remat is not Remat.NONE or num_kv_heads == 4:
+        assert pallas.saved_bytes == cudnn.saved_bytes
 
 
 # --- the choice

@@ -24,6 +24,11 @@ _KERNELS = re.compile(
     r"dot_general|conv_general|dot_product_attention|gather|scatter|sort|top_k|cum(sum|prod|max|min|logsumexp)|fft|"
     r"ffi_call|pallas_call|cholesky|triangular_solve|while|cond|psum|all_to_all|ppermute|ragged_dot"
 )
+_ATTENTION = {
+    "forward": re.compile("dot_product_attention_fwd|mha_forward"),
+    "backward": re.compile("dot_product_attention_bwd|mha_backward"),
+}
+"""cuDNN's primitives and Pallas's kernels."""
 _REDUCTIONS = re.compile(r"reduce_(?!precision)|argmax|argmin")
 
 
@@ -56,6 +61,12 @@ class Operation:
     def is_kernel(self) -> bool:
         """Whether it fuses with nothing, so that its operands and results are in memory."""
         return bool(_KERNELS.match(self.name))
+
+    @property
+    def attention(self) -> str | None:
+        """Which pass of fused attention it is, "forward" or "backward"; None if neither."""
+        kernel = self.params["name"] or "" if self.name == "pallas_call" else self.name
+        return next((way for way, names in _ATTENTION.items() if names.match(kernel)), None)
 
     @property
     def is_reduction(self) -> bool:
@@ -183,7 +194,7 @@ def traffic_bytes(program: Program) -> int:
     """
     memory, total = Materialised(program), 0
     for op in memory.roots():
-        if not re.match("dot_general|dot_product_attention|conv", op.name):
+        if not op.attention and not re.match("dot_general|conv", op.name):
             total += op.repeats * _moved_bytes(op, memory)
     return total
 

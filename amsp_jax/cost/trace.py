@@ -297,23 +297,27 @@ def _minus(whole: Work, part: Work) -> Work:
 
 def _work(program: Program) -> Work:
     matmuls = tuple(_matmul(op) for op in program.operations if op.name == "dot_general")
-    attention = [op for op in program.operations if "dot_product_attention" in op.name]
     forward, backward = (
-        sum(map(_attention_flops, (op for op in attention if way in op.name))) for way in ("fwd", "bwd")
+        sum(_attention_flops(op) for op in program.operations if op.attention == way) for way in ("forward", "backward")
     )
     return Work(matmuls, (forward, 2 * backward), traffic_bytes(program))
 
 
 def _attended_bytes(program: Program) -> int:
     """The second operand of scores and of their product with the values: products with batch dimensions; or a kernel's
-    keys and values."""
-    total = 0
+    keys and values, before they are repeated for it."""
+    total, producers = 0, {value: op for op in program.operations for value in op.outputs}
     for op in program.operations:
         if op.name == "dot_general" and op.params["dimension_numbers"][1][0]:
             total += op.repeats * min(value.num_bytes for value in op.inputs[:2])
-        elif "dot_product_attention" in op.name:
-            total += op.repeats * sum(value.num_bytes for value in op.inputs[1:3])
+        elif op.attention:
+            total += op.repeats * sum(_unrepeated(value, producers).num_bytes for value in op.inputs[1:3])
     return total
+
+
+def _unrepeated(value: Value, producers: dict[Value, Operation]) -> Value:
+    producer = producers.get(value)
+    return producer.inputs[0] if producer and producer.name == "broadcast_in_dim" else value
 
 
 def _matmul(operation: Operation) -> Matmul:
@@ -325,8 +329,10 @@ def _matmul(operation: Operation) -> Matmul:
 
 
 def _attention_flops(operation: Operation) -> int:
-    """Of cuDNN's forward kernel, on [B, S, N, H] or with layout 1 [B, N, S, H]: 4 B N S T H, causal half of it."""
+    """Of a forward kernel, on [B, S, N, H] or, cuDNN's with layout 1, [B, N, S, H]: 4 B N S T H, causal half of it."""
     query, key = operation.inputs[0].shape, operation.inputs[1].shape
-    key_len = key[2] if operation.params["layout"] else key[1]
+    key_len = key[2] if operation.params.get("layout") else key[1]
     flops = 4 * math.prod(query) * key_len * operation.repeats
-    return flops // 2 if re.search("causal", str(operation.params["mask_type"]), re.I) else flops
+    # No model has Pallas's without the mask.
+    is_causal = operation.name == "pallas_call" or re.search("causal", str(operation.params["mask_type"]), re.I)
+    return flops // 2 if is_causal else flops
