@@ -32,20 +32,24 @@ MODELS = {
 @functools.cache
 def model(name: str, num_layers: int = 2) -> Model:
     base, overrides = MODELS[name]
-    built = build_model(base, {**overrides, "num_layers": num_layers, "tied": True, "init_std": 0.2})
-    block = _perturbed(built.blocks[0])
+    return perturbed(build_model(base, {**overrides, "num_layers": num_layers, "tied": True, "init_std": 0.2}))
+
+
+def perturbed(built: Model, noise: float = 0.1) -> Model:
+    """The model with initial values at which nothing is 0 or 1 exactly."""
+    block, num_layers = _perturbed(built.blocks[0], noise), len(built.blocks)
     return dataclasses.replace(
-        built, embed=_perturbed(built.embed), blocks=(block,) * num_layers, head=_perturbed(built.head)
+        built, embed=_perturbed(built.embed, noise), blocks=(block,) * num_layers, head=_perturbed(built.head, noise)
     )
 
 
-def _perturbed(part: Part) -> Part:
+def _perturbed(part: Part, noise: float) -> Part:
     """Initial values away from 0 and 1: a bias that starts at 0 is after one sign-like step all rounding."""
 
     def init(key: jax.Array) -> Any:
         leaves, structure = jax.tree.flatten(part.init(key))
         keys = jax.random.split(key, len(leaves))
-        noisy = [x + 0.1 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
+        noisy = [x + noise * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
         return jax.tree.unflatten(structure, noisy)
 
     return dataclasses.replace(part, init=init)
@@ -91,9 +95,11 @@ class Run:
         self.model, self.plan, self.accumulation = model, plan, accumulation
         self.grads = jax.jit(make_grad_fn(model, plan, settings or StepSettings()))
 
-    def train(self, optimizer: Any, data: list[dict[str, np.ndarray]]) -> tuple[list[Any], TrainState]:
-        """(metrics of each step, final state of true shapes as numpy)."""
-        state = init_state(self.model, optimizer, self.plan, seed=3)
+    def train(
+        self, optimizer: Any, data: list[dict[str, np.ndarray]], start: TrainState | None = None
+    ) -> tuple[list[Any], TrainState]:
+        """(metrics of each step, final state of true shapes as numpy), from `start`, stored under the plan."""
+        state = start or init_state(self.model, optimizer, self.plan, seed=3)
         stored = jax.tree.map(lambda x: x.sharding, state)
         update = jax.jit(
             make_update_fn(self.model, optimizer, self.plan),
@@ -146,3 +152,14 @@ def assert_equal_metrics(a: list[Any], b: list[Any]) -> None:
         np.testing.assert_allclose(x.loss, y.loss, rtol=1e-5)
         np.testing.assert_allclose(x.grad_norm, y.grad_norm, rtol=1e-5)
         assert x.num_tokens == y.num_tokens
+
+
+def stored(true: TrainState, like: TrainState) -> TrainState:
+    """A state of true shapes, on the devices as `like`, of `ShapeDtypeStruct`s, says: without a compilation."""
+
+    def put(x: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+        whole = np.zeros(like.shape, like.dtype)
+        whole[tuple(map(slice, np.shape(x)))] = x
+        return jax.device_put(whole, like.sharding)
+
+    return jax.tree.map(put, true, like)

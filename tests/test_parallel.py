@@ -1,0 +1,75 @@
+"""Tensor, context and pipeline parallelism under every strategy train as one device does, in float32."""
+
+import functools
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import parallel_rows
+import parallel_table
+import pytest
+from parallel_table import FACTORS, table
+
+NUM_QUICK = 6
+"""The first rows of the table have the most pairs: they are in every run."""
+BATCH = 8
+"""Rows of 16 devices that one process computes."""
+
+
+def rows_of(num_devices):
+    def mark(number):
+        return pytest.param(number, id=str(table()[number]), marks=[] if number < NUM_QUICK else pytest.mark.slow)
+
+    return [mark(number) for number, row in enumerate(table()) if row.num_devices == num_devices]
+
+
+def cannot_be(pair):
+    """Whether two values exclude each other: fewer microbatches than stages, or in no groups of them; no schedule."""
+    microbatches, pipeline = pair.get("microbatches"), pair.get("pipeline")
+    name, virtual_stages = pair.get("schedule", (None, 1))
+    if microbatches and pipeline:
+        return microbatches < pipeline
+    if pipeline and name is not None:
+        return (pipeline > 1) != bool(name)
+    if microbatches and name:
+        return microbatches == 1 or (virtual_stages > 1 and microbatches == 3)
+    return False
+
+
+def test_the_table_has_every_pair_that_can_meet():
+    rows = table()
+    assert len(rows) <= 60 and all(row.is_feasible for row in rows)
+    met = {pair for row in rows for pair in row.pairs()}
+    assert met == {pair for row in parallel_table.feasible() for pair in row.pairs()}
+    # Every class of strategy meets every value, and nothing else is impossible but what cannot be at once.
+    values = {name: {(name, value) for value in choices} for name, choices in FACTORS.items()}
+    missing = {pair for a, b in itertools.combinations(values, 2) for pair in itertools.product(values[a], values[b])}
+    missing -= met
+    assert not [pair for pair in missing if pair[0][0] == "strategy"]
+    assert all(cannot_be(dict(pair)) for pair in missing), missing
+
+
+@pytest.mark.parametrize("number", rows_of(8))
+def test_eight_devices_train_as_one(number):
+    parallel_rows.check(table()[number])
+
+
+@functools.cache
+def problems(numbers):
+    """What went wrong with rows of 16 devices, computed in a process of their own; empty where nothing."""
+    command = [sys.executable, parallel_rows.__file__, *map(str, numbers)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=3600)
+    assert done.returncode == 0, done.stderr
+    return {row["row"]: row["problem"] for row in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("number", rows_of(16))
+def test_sixteen_devices_train_as_one(number, request):
+    chosen = [item.callspec.params["number"] for item in request.session.items if item.originalname == SIXTEEN]
+    batch = chosen.index(number) // BATCH * BATCH
+    assert not (problem := problems(tuple(chosen[batch : batch + BATCH]))[number]), problem
+
+
+SIXTEEN = test_sixteen_devices_train_as_one.__name__
