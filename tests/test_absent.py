@@ -1,17 +1,15 @@
 """The real step compiles for GPUs that are not there; who lacks the compiler is told which command installs it."""
 
 import contextlib
-import functools
-import importlib.util
 import io
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import pytest
+from apart import ROOT, apart, needs_plugin
 from jax.experimental import topologies
 
 from amsp_jax import absent, cli, hlo, xla_flags
@@ -22,29 +20,6 @@ from amsp_jax.plan import make_plan
 from amsp_jax.step import StepSettings
 from amsp_jax.strategy import DataRanks
 from models.registry import build_model
-
-ROOT = Path(__file__).parents[1]
-needs_plugin = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs the cuda extra: pip install -e '.[cuda]'"
-)
-
-
-def apart(check):
-    """The test in a process of its own: XLA reads its flags once, and the tests' are for the CPU alone."""
-
-    @functools.wraps(check)
-    def test():
-        code = f"import test_absent; test_absent.{check.__name__}.check()"
-        paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-        environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-
-    test.check = check
-    return test
-
 
 MODEL = build_model("llama-tiny", {"num_layers": 2, "hidden": 256, "ffn": 512}, attention="cudnn")
 

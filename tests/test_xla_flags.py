@@ -242,14 +242,25 @@ def test_a_dry_run_prints_what_is_set(tmp_path):
 # Text, and what goes with one compilation
 
 
-def test_collectives_are_combined_up_to_a_block():
+@pytest.mark.parametrize(
+    ("strategy", "num_scattered", "num_optimizer"),
+    [
+        ("params=4x1 grads=4x2 opt_state=4x2", 8, 8),
+        ("params=1x1 grads=4x1 opt_state=4x2", 4, 8),
+        ("mics(4)", 4, 4),
+        # Whole gradients are reduced once a step, straight to the optimizer's shards.
+        ("zero1", 8, 8),
+        ("ddp", 1, 1),
+    ],
+)
+def test_collectives_are_combined_up_to_a_block(strategy, num_scattered, num_optimizer):
     model = build_model("llama-tiny")
     block = sum(x.size for x in jax.tree.leaves(model.split(model.abstract_params())[1][0]))
-    degrees = parse("params=4x1 grads=4x2 opt_state=4x2").resolve(DataRanks(4, 2))
+    degrees = parse(strategy).resolve(DataRanks(4, 2))
     assert xla_flags.combine_thresholds(model, degrees, "bfloat16", "float32") == {
         "xla_gpu_all_gather_combine_threshold_bytes": str(2 * block),
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": str(4 * (block // 8)),
-        "xla_gpu_all_reduce_combine_threshold_bytes": str(4 * (block // 8)),
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": str(4 * (block // num_scattered)),
+        "xla_gpu_all_reduce_combine_threshold_bytes": str(4 * (block // num_optimizer)),
     }
 
 

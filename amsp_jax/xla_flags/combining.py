@@ -17,8 +17,9 @@ def combine_thresholds(
     """Compiler options for GPUs: collectives are combined up to one block.
 
     Then the leaves of a block share one collective, and blocks are not merged: their collectives could not overlap
-    the blocks between. XLA counts the bytes of results: a gathered block in the compute dtype; a scattered one, which
-    is also what replicas then all-reduce, in the reduction dtype over the ranks that share a gradient.
+    the blocks between. XLA counts the bytes of results: a gathered block in the compute dtype; a block reduced over the
+    ranks that share its gradient, in the reduction dtype, or over those that share its optimizer states if gradients
+    are whole until the end of the step; a block's part of those, which is what replicas all-reduce.
 
     Args:
       model: whose first block counts, or its head if it has none.
@@ -30,9 +31,10 @@ def combine_thresholds(
     _, blocks, head = model.split(model.abstract_params())
     num_params = sum(x.size for x in jax.tree.leaves(blocks[0] if blocks else head)) // tensor
     gather_bytes = num_params * jnp.dtype(compute_dtype).itemsize
-    scatter_bytes = num_params // degrees.grads.total * jnp.dtype(reduce_dtype).itemsize
+    num_scattered = degrees.grads.total if degrees.grads.total > 1 else degrees.opt_state.total
+    reduce_bytes = jnp.dtype(reduce_dtype).itemsize
     return {
         "xla_gpu_all_gather_combine_threshold_bytes": str(gather_bytes),
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": str(scatter_bytes),
-        "xla_gpu_all_reduce_combine_threshold_bytes": str(scatter_bytes),
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": str(num_params // num_scattered * reduce_bytes),
+        "xla_gpu_all_reduce_combine_threshold_bytes": str(num_params // degrees.opt_state.total * reduce_bytes),
     }
