@@ -79,14 +79,24 @@ def peak_flops(device_kind: str) -> float | None:
     return row.flops if row else None
 
 
-_CAPABILITIES = {"V100": "7.0", "A100": "8.0", "A800": "8.0", "G?H[128]00": "9.0", "G?B200": "10.0"}
+_CAPABILITIES = {
+    "V100": "7.0",
+    "A100": "8.0",
+    "A800": "8.0",
+    "G?H[128]00": "9.0",
+    "G?B200": "10.0",
+    "MI2[15]0": "gfx90a",
+    "MI300": "gfx942",
+}
 
 
 def compute_capability(device_kind: str) -> str | None:
-    """NVIDIA's compute capability of a device; None for others.
+    """A device's `compute_capability` as jax has it: a version on NVIDIA, an architecture on AMD; None for others.
 
     >>> compute_capability("NVIDIA H200")
     '9.0'
+    >>> compute_capability("AMD Instinct MI250X")
+    'gfx90a'
     """
     fits = (version for name, version in _CAPABILITIES.items() if re.search(rf"(?<!\w){name}", device_kind))
     return next(fits, None)

@@ -130,7 +130,7 @@ def planned_model(
     """A named model as `train.py` would build it on the devices of a cluster."""
     head_dim = model_config(name, overrides).head_dim
     capability = compute_capability(cluster.device_kind)
-    platform = "cuda" if capability else "other"
+    platform = "gpu" if capability else "other"
     attention = choose_attention(platform, capability, head_dim, compute_dtype, seq_len)
     return build_model(name, overrides, attention=attention.implementation)
 
