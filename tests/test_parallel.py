@@ -7,12 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
 import parallel_rows
 import parallel_table
 import pytest
 from parallel_table import FACTORS, table
 
-NUM_QUICK = 6
+from amsp_jax.parallel import ModelParallel
+from amsp_jax.plan import plan_model
+from amsp_jax.step import StepSettings, make_eval_step, make_logits_step
+
+NUM_QUICK = 4
 """The first rows of the table have the most pairs: they are in every run."""
 BATCH = 8
 """Rows of 16 devices that one process computes."""
@@ -73,3 +81,45 @@ def test_sixteen_devices_train_as_one(number, request):
 
 
 SIXTEEN = test_sixteen_devices_train_as_one.__name__
+
+
+def plan_of(model, strategy, num_devices=8, **parallel):
+    cut = ModelParallel(**parallel)
+    return plan_model(strategy, model, cut.data_ranks(1, num_devices), jax.devices()[:num_devices], jnp.float32, cut)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizers"),
+    [
+        ("zero3", ("muon",)),
+        pytest.param("zero3", ("adafactor", "lion", "lamb"), marks=pytest.mark.slow),
+        pytest.param("zero1", ("adafactor", "lion", "lamb", "muon"), marks=pytest.mark.slow),
+    ],
+)
+def test_other_optimizers_see_true_leaves(strategy, optimizers):
+    """Neither padding nor stages nor tensor ranks show in Adafactor's means, LAMB's norms or Muon's iteration."""
+    model = parallel_rows.model("llama", False, 3)
+    plan = plan_of(model, strategy, pipeline=2, tensor=2)
+    parallel_rows.check_layout(model, plan, 2, StepSettings(), optimizers)
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [
+        ("llama", {"tensor": 2, "pipeline": 2, "context": 2}),
+        pytest.param("gpt", {"tensor": 4, "context": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_evaluation_and_logits_are_those_of_one_device(name, parallel):
+    model = parallel_rows.model(name, name == "gpt", 3)
+    plan, one = plan_of(model, "zero3", **parallel), parallel_rows.one_device(model).plan
+    batch, results = parallel_rows.batches()[0], []
+    for each, microbatches in ((plan, 3), (one, 1)):
+        params, placed = parallel_rows.start(model, "sgd", each).params, oracle.placed(each, batch, microbatches)
+        sums = make_eval_step(model, each, StepSettings())(params, placed)
+        logits = np.asarray(make_logits_step(model, each, StepSettings())(params, placed))
+        results.append((float(sums.loss), float(sums.weight), logits.reshape(-1, *logits.shape[2:])))
+    (loss, weight, logits), (one_loss, one_weight, one_logits) = results
+    assert weight == one_weight and logits.shape == one_logits.shape
+    np.testing.assert_allclose(loss, one_loss, rtol=1e-5)
+    np.testing.assert_allclose(logits, one_logits, rtol=0, atol=1e-5 * np.abs(one_logits).max())
