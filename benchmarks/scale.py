@@ -188,7 +188,7 @@ def planned_bytes(plan: Plan, arguments: Any) -> int:
 
 
 def collectives(text: str, plan: Plan) -> list[dict[str, Any]]:
-    """The collective operations by kind, axes and place: how many, how many synchronous, the least work beside one."""
+    """The collective operations by kind, axes and place: how many, how many synchronous, beside how many is work."""
     places, names = dict(places_of(text)), AxesOf(plan)
     found: dict[tuple[str, str, str], list[hlo.Span]] = defaultdict(list)
     for span in hlo.analyse(text):
@@ -197,7 +197,8 @@ def collectives(text: str, plan: Plan) -> list[dict[str, Any]]:
         {
             "kind": kind, "axes": axes, "place": place, "num": len(spans), "num_sync": sum(s.is_sync for s in spans),
             "mib": round(sum(s.num_bytes for s in spans) / 2**20, 3),
-            "tflop_beside_least": round(min(s.flops.total for s in spans) / 1e12, 4),
+            "num_beside_work": sum(s.flops.total > 0 for s in spans),
+            "tflop_beside": round(sum(s.flops.total for s in spans) / 1e12, 3),
             "num_runs_each": sorted({s.num_runs for s in spans}),
         }
         for (kind, axes, place), spans in sorted(found.items())

@@ -1,5 +1,6 @@
 """The step on many simulated devices: they are fixed at start-up, so a child process compiles it."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PLACES = ("step", "step/while", "step/while/conditional")
 
 COMPILE = """
 import jax
@@ -41,3 +43,19 @@ assert compiled.memory_analysis().argument_size_in_bytes == 12 * num_params // 3
 def test_the_step_compiles_for_64_devices():
     done = subprocess.run([sys.executable, "-c", COMPILE], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_pipelined_step_has_the_plans_arguments_and_its_collectives_where_they_belong():
+    command = [sys.executable, "benchmarks/scale.py", "tiny-cpu", "--num_layers", "4"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert row["argument_bytes"] == row["plan_argument_bytes"]
+    axes = {place: {c["axes"] for c in row["collectives"] if c["place"] == place} for place in PLACES}
+    assert axes["step/while/conditional"] == {"tensor"}
+    sends = [c for c in row["collectives"] if c["place"] == "step/while"]
+    assert [(c["kind"], c["axes"], c["num"]) for c in sends] == [("collective-permute", "stage", 2)]
+    exchanges = [c for c in row["collectives"] if c["kind"] == "all-to-all"]
+    # There and back, for each of the 16 leaves of the one block that a stage has.
+    assert [(c["axes"], c["place"], c["num"]) for c in exchanges] == [("stage", "step", 2 * 16)]
