@@ -21,6 +21,8 @@ _NAMES: dict[AttentionImplementation, str] = {
     "pallas": "Pallas flash attention",
     "xla": "XLA attention",
 }
+_GPUS = ("gpu", "cuda", "rocm")
+"""Names that jax has had for their platforms."""
 _AMD = ("gfx90a", "gfx942")
 """MI200 and MI300."""
 
@@ -69,7 +71,7 @@ class _Case(NamedTuple):
     def nvidia_generation(self) -> int | None:
         """The major number of "9.0"; None for AMD's "gfx942" and for no answer."""
         major = self.capability.split(".")[0]
-        return int(major) if self.platform in ("gpu", "cuda") and major.isdigit() else None
+        return int(major) if self.platform in _GPUS and major.isdigit() else None
 
 
 def choose_attention(
@@ -107,6 +109,8 @@ def choose_attention(
         return AttentionChoice(forced or "xla", f"ring attention over {num_context} context ranks{instead}")
     if forced:
         return _forced(forced, case)
+    if platform not in _GPUS:
+        return AttentionChoice("xla", f"{_NAMES['xla']}; a flash attention needs a GPU, the platform is {platform}")
     refusals: list[str] = []
     for implementation in ("cudnn", "pallas"):
         reason = _refusal(implementation, case)
@@ -119,14 +123,16 @@ def choose_attention(
 def _forced(implementation: AttentionImplementation, case: _Case) -> AttentionChoice:
     reason = _refusal(implementation, case)
     if reason is not None:
-        raise UserError(f"attention={implementation!r}: {reason}; leave it out, and what works is chosen")
+        raise UserError(f"attention={implementation!r}: {reason}; MODEL_OVERRIDES without it take what works")
     return AttentionChoice(implementation, f"{_NAMES[implementation]}, as the model's settings say")
 
 
 def _describe(implementation: AttentionImplementation, case: _Case, refusals: list[str]) -> str:
-    vendor = "NVIDIA " if case.nvidia_generation else ""
-    why = "".join(f"; {reason}" for reason in refusals if vendor)
-    return f"{_NAMES[implementation]}: {case.dtype}, head dim {case.head_dim}, {vendor}{case.capability}{why}"
+    """What it is and for; on NVIDIA also why not the one before it."""
+    chosen = f"{_NAMES[implementation]}: {case.dtype}, head dim {case.head_dim}"
+    if case.nvidia_generation is None:
+        return f"{chosen}, AMD {case.capability}"
+    return "; ".join([f"{chosen}, NVIDIA {case.capability}", *refusals])
 
 
 def _refusal(implementation: AttentionImplementation, case: _Case) -> str | None:
