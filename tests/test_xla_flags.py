@@ -4,6 +4,7 @@ import os
 import pathlib
 import re
 import subprocess
+import sys
 
 import jax
 import pytest
@@ -228,7 +229,7 @@ def test_a_sites_flag_that_xla_refuses_is_an_error(tmp_path, monkeypatch):
 def test_a_dry_run_prints_what_is_set(tmp_path):
     (tmp_path / "site.toml").write_text("[environment]\nNCCL_IB_TC = 106\n")
     done = subprocess.run(
-        ["python", "train.py", "--dry-run", "--gin.SIMULATED_DEVICES_PER_NODE=2"],
+        [sys.executable, "train.py", "--dry-run", "--gin.SIMULATED_DEVICES_PER_NODE=2"],
         cwd=ROOT,
         env={**os.environ, "AMSP_JAX_SITE": str(tmp_path / "site.toml"), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
         capture_output=True,

@@ -31,7 +31,7 @@ _SETTABLE = ("flags", "environment")
 _NAMES = {"flags": r"xla_\w+", "environment": r"[A-Za-z_]\w*"}
 # A blank ends a flag.
 _FORBIDDEN = {"flags": r"[\s\x00]", "environment": r"\x00"}
-# jax has read its own by now, and XLA_FLAGS is made of [flags].
+# jax, Python and the loader have read theirs by now, and XLA_FLAGS is made of [flags].
 _TOO_LATE = re.compile(r"JAX_.*|XLA_FLAGS|PYTHON.*|LD_.*")
 
 
@@ -73,13 +73,12 @@ def read_site(environ: Mapping[str, str] = os.environ) -> Site:
     if path is None:
         return Site()
     try:
-        return _parse(path, tomllib.loads(path.read_text()))
+        content = tomllib.loads(path.read_text())
     except OSError as error:
         raise UserError(f"site file {path}: {error.strerror}. Correct {LOCATION}, or set it to nothing.") from error
     except ValueError as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"site file {path}: no TOML: {error}. Correct the file.") from error
+    return _parse(path, content)
 
 
 def _path(environ: Mapping[str, str]) -> Path | None:
