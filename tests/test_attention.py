@@ -4,6 +4,7 @@ import functools
 import sys
 import types
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,6 +99,19 @@ def test_pallas_on_each_devices_rows_and_heads():
 
     for x, y in zip(mapped(interpreted)(*arguments), value_and_gradients(plain, *arguments), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_a_block_with_pallas_attention_equals_one_with_xlas(monkeypatch):
+    monkeypatch.setattr(flash, "flash_attention", interpreted)
+    sizes = {"num_layers": 1, "hidden": 64, "ffn": 64, "num_heads": 4, "num_kv_heads": 2}
+
+    def run(attention):
+        block = build_model("llama-tiny", sizes, attention=attention).blocks[0]
+        params = block.init(jax.random.key(0))
+        x = jax.random.normal(jax.random.key(1), (2, 40, 64))
+        return jax.jit(jax.value_and_grad(lambda p: jnp.sum(jnp.sin(block.apply(p, x, {}, None)))))(params)
+
+    chex.assert_trees_all_close(run("pallas"), run("xla"), rtol=1e-4, atol=1e-4)
 
 
 def test_what_the_kernel_does_not_take_is_refused():
