@@ -53,11 +53,8 @@ class BatchShape:
         return self.accumulation, self.rows, self.seq_len
 
     def __str__(self) -> str:
-        ranks = (
-            f"{self.num_ranks} ranks"
-            if self.devices_per_rank == 1
-            else (f"{self.num_ranks} ranks of {self.devices_per_rank} devices")
-        )
+        ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
+        ranks += f" of {self.devices_per_rank} devices" if self.devices_per_rank > 1 else ""
         return (
             f"{self.sequences} sequences of {self.seq_len} = {self.tokens:,} tokens a step: "
             f"{ranks} x microbatch {self.microbatch} x accumulation {self.accumulation}"

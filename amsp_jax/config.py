@@ -175,6 +175,8 @@ def _spelling(value: Any, kind: type) -> str:
         return "False"
     if kind is int and isinstance(value, float) and value.is_integer():
         return str(int(value))
+    if kind is int and text.strip().isdecimal():
+        return text.strip()
     if kind is str:
         return f"\"'{text}'\""
     if text.lower() == "none":

@@ -67,17 +67,22 @@ class ModelParallel:
             )
         per_stage = total // self.pipeline
         if per_stage % devices_per_node and devices_per_node % per_stage:
+            within = [n for n in range(num_nodes, total + 1, num_nodes) if total % (n * inner) == 0]
+            fit = [n for n in range(1, num_nodes) if num_nodes % n == 0] + within
             raise UserError(
                 f"PIPELINE={self.pipeline} stages of {per_stage} devices fill neither whole nodes of "
-                f"{devices_per_node} nor equal parts of one; choose a PIPELINE that divides {num_nodes} nodes, or a "
-                f"multiple of {num_nodes}"
+                f"{devices_per_node} nor equal parts of one; {_nearest_of(fit, self.pipeline)} would"
             )
         return DataRanks(min(per_stage, devices_per_node) // inner, max(1, per_stage // devices_per_node))
 
     def __str__(self) -> str:
-        return f"PIPELINE={self.pipeline} x CONTEXT={self.context} x TENSOR={self.tensor}"
+        sizes = {"PIPELINE": self.pipeline, "CONTEXT": self.context, "TENSOR": self.tensor}
+        return " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "PIPELINE=1"
 
 
 def _nearest(total: int, wanted: int) -> str:
-    divisors = [d for d in range(1, total + 1) if total % d == 0]
-    return " or ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:2])))
+    return _nearest_of([d for d in range(1, total + 1) if total % d == 0], wanted)
+
+
+def _nearest_of(choices: list[int], wanted: int) -> str:
+    return " or ".join(map(str, sorted(sorted(choices, key=lambda d: abs(d - wanted))[:2])))

@@ -289,7 +289,7 @@ def make_plan(
         the tensor ranks.
     """
     strategy, parallel = parse(strategy), parallel or ModelParallel()
-    degrees = strategy.resolve(ranks)
+    degrees = _resolve(strategy, ranks, parallel)
     around = _Around.of(degrees, parallel)
     is_leaf = _is_split_or_none
     flat_splits = jax.tree.leaves(splits, is_leaf=is_leaf) if splits is not None else None
@@ -325,15 +325,28 @@ def plan_model(
             f"{' and '.join(asked)}: {model.name} does not say how its parameters are split (Part.splits); "
             "leave it at 1, or declare the splits and use the operators of amsp_jax.tensor"
         )
+    if parallel.pipeline > 1 and not model.blocks:
+        raise UserError(
+            f"PIPELINE={parallel.pipeline}: {model.name} declares no blocks that stages could share; leave it at 1"
+        )
     if parallel.pipeline > max(1, len(model.blocks)):
         raise UserError(
             f"PIPELINE={parallel.pipeline} is more stages than {model.name} has blocks, {len(model.blocks)}; "
-            f"choose at most {max(1, len(model.blocks))}"
+            f"choose at most {len(model.blocks)}"
         )
     return make_plan(
         strategy, model.abstract_params(), ranks, devices, compute_dtype,
         parallel=parallel, splits=splits, blocks=model.block_numbers(),
     )  # fmt: skip
+
+
+def _resolve(strategy: Strategy, ranks: DataRanks, parallel: ModelParallel) -> Degrees:
+    try:
+        return strategy.resolve(ranks)
+    except UserError as e:
+        if parallel.total == 1:
+            raise
+        raise UserError(f"{e}. These are the data ranks that {parallel} leaves") from None
 
 
 def _is_split_or_none(x: Any) -> bool:

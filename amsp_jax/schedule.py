@@ -112,8 +112,9 @@ class Schedule:
             )
         if m < p:
             raise UserError(
-                f"{m} microbatches in a step are fewer than the PIPELINE={p} stages, some of which would never work; "
-                f"set PIPELINE={m}, or MICROBATCH and GLOBAL_BATCH so that there are {p} microbatches or more"
+                f"{m} microbatch{'es' * (m > 1)} in a step are fewer than the PIPELINE={p} stages, some of which would "
+                f"never work; set PIPELINE={m}, or MICROBATCH and GLOBAL_BATCH so that there are {p} microbatches or "
+                "more"
             )
         if v > 1 and m % p:
             raise UserError(
@@ -244,10 +245,13 @@ def assign_blocks(num_blocks: int, num_stages: int, virtual_stages: int = 1) -> 
     """
     num_virtual = num_stages * virtual_stages
     if num_virtual > num_blocks:
-        fewer = f"set VIRTUAL_STAGES to at most {num_blocks // num_stages}, or " if num_blocks >= num_stages else ""
+        fewer = [f"VIRTUAL_STAGES to at most {num_blocks // num_stages}"] if num_blocks >= num_stages else []
+        if num_blocks // virtual_stages > 1:
+            fewer.append(f"PIPELINE to at most {num_blocks // virtual_stages}")
         raise UserError(
             f"PIPELINE={num_stages} x VIRTUAL_STAGES={virtual_stages} are {num_virtual} virtual stages, and each needs "
-            f"a block, of which the model has {num_blocks}; {fewer}PIPELINE to at most {num_blocks // virtual_stages}"
+            f"a block, of which the model has {num_blocks}; "
+            f"set {', or '.join(fewer) or 'PIPELINE and VIRTUAL_STAGES to 1'}"
         )
     lengths = _lengths(num_blocks, num_virtual)
     starts = np.concatenate([[0], np.cumsum(lengths)])

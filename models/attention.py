@@ -84,7 +84,9 @@ def choose_attention(
     forced: AttentionImplementation | None = None,
     num_context: int = 1,
 ) -> AttentionChoice:
-    """cuDNN's flash attention where it works, else Pallas's, else XLA's, which holds a [B, N, S, S] matrix of scores.
+    """On NVIDIA cuDNN's flash attention, on AMD Pallas's; else XLA's, which holds a [B, N, S, S] matrix of scores.
+
+    On NVIDIA Pallas's is for those who ask for it: it was not run on a GPU yet, and its float32 products are TF32.
 
     Args:
       platform: a device's `platform`: "gpu", "cuda", "rocm", "cpu", ...
@@ -114,6 +116,8 @@ def choose_attention(
     refusals: list[str] = []
     for implementation in ("cudnn", "pallas"):
         reason = _refusal(implementation, case)
+        if implementation == "pallas" and case.nvidia_generation is not None:
+            reason = reason or "Pallas's only where it is asked for, by MODEL_OVERRIDES={'attention': 'pallas'}"
         if reason is None:
             return AttentionChoice(implementation, _describe(implementation, case, refusals))
         refusals.append(reason)

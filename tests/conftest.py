@@ -11,6 +11,8 @@ os.environ["XLA_FLAGS"] = (
     "--xla_disable_hlo_passes=cse_barrier_expander " + os.environ.get("XLA_FLAGS", "")
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
+# No site file of whoever runs the tests.
+os.environ["AMSP_JAX_SITE"] = ""
 
 import jax
 import pytest

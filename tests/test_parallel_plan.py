@@ -90,7 +90,7 @@ def test_context_ranks_hold_equal_states():
 
 def test_padding_for_tensor_ranks_is_printed():
     text = str(plan(build_model("llama-tiny", ODD), "ddp", 1, 4, tensor=4))
-    assert "parallel  PIPELINE=1 x CONTEXT=1 x TENSOR=4" in text
+    assert "parallel  TENSOR=4" in text
     for line in (
         "  embed.table: dimension 0, 61 vocabulary entries, padded 61 -> 64 for 4 tensor ranks",
         "  blocks.*.attention.q.kernel: dimension 1, 6 heads, padded 60 -> 80 for 4 tensor ranks",
@@ -119,7 +119,7 @@ BLOCKLESS = Model.from_loss(lambda params, batch, rng: ((jnp.sum(params), 1.0), 
         (1, 8, {"tensor": 16}, "TENSOR=16 take 16 devices, which do not divide the 8 devices .* 4 or 8 would"),
         (2, 6, {"tensor": 4}, r"TENSOR=4 x CONTEXT=1 = 4 must divide the 6 devices of a node.*; 2 or 3 would"),
         (2, 4, {"tensor": 4, "context": 2}, "TENSOR=4 x CONTEXT=2 = 8 must divide the 4 devices of a node"),
-        (3, 8, {"pipeline": 4}, "PIPELINE=4 stages of 6 devices fill neither .* divides 3 nodes, or a multiple of 3"),
+        (3, 8, {"pipeline": 4}, "PIPELINE=4 stages of 6 devices fill neither .* 3 or 6 would"),
         (1, 8, {"tensor": 0}, "TENSOR=0: it must be an integer of at least 1"),
     ],
 )
@@ -134,7 +134,7 @@ def test_layouts_that_do_not_fit(nodes, per_node, parallel, message):
     [
         ({"tensor": 2}, "^TENSOR=2: model does not say how its parameters are split"),
         ({"tensor": 2, "context": 2}, "^TENSOR=2 and CONTEXT=2: model does not say"),
-        ({"pipeline": 2}, "PIPELINE=2 is more stages than model has blocks, 0"),
+        ({"pipeline": 2}, "PIPELINE=2: model declares no blocks"),
     ],
 )
 def test_models_that_are_not_made_for_it(parallel, message):

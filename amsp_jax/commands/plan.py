@@ -95,6 +95,9 @@ def run(args: argparse.Namespace) -> None:
     if args.explain is not None:
         _explain(args, workload, cluster)
     else:
+        if not set(_searched(args)) & {*CUT, "microbatch"} and (parallel_of(args).total > 1 or args.virtual_stages > 1):
+            # One way to cut the model: what does not divide is said as train.py says it.
+            candidate_of(args, "ddp", workload, cluster)
         _rank(args, workload, cluster)
 
 

@@ -357,9 +357,10 @@ class Scorer:
             optimizer_s=self._optimizer_s(degrees, parallel),
             window=reduction_window(blocks),
             overlap_slowdown=self.rates.overlap_slowdown,
-            # A result of the thresholds in `xla_flags.combine_thresholds`: a whole block gathered, a block's G shard.
+            # By the thresholds of `xla_flags.combine_thresholds`: a whole block gathered; a block's G shard, or its OS
+            # shard where gradients are whole until the end.
             num_start_parts=degrees.params.total,
-            num_end_parts=degrees.opt_state.total // degrees.grads.total,
+            num_end_parts=1 if degrees.grads.total == 1 else degrees.opt_state.total // degrees.grads.total,
         )
 
     def _part_times(self, candidate: Candidate) -> list[PartTimes]:
