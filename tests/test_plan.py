@@ -251,8 +251,10 @@ def test_the_loop_holds_params_and_grads_of_the_planned_shapes(strategy):
     for name in ("params", "grads"):
         s = getattr(plan.degrees, name).total
         shards[name] = [(64 // s, 32), (32 // s, 64)]
-    # The sums of the loss and of the weights, and the float32 accumulator at the G sharding.
-    assert carried == Counter({((), "float32"): 2}) + Counter((dims, "float32") for dims in shards["grads"])
+    # The loop's counter and the microbatch's, the sums of the loss and of the weights, and the float32 accumulator at
+    # the G sharding.
+    scalars = Counter({((), "int32"): 2, ((), "float32"): 2})
+    assert carried == scalars + Counter((dims, "float32") for dims in shards["grads"])
     dtype = "bfloat16" if plan.degrees.params != plan.degrees.opt_state else "float32"
     assert not Counter((dims, dtype) for dims in shards["params"]) - read
 
