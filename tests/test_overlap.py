@@ -6,6 +6,7 @@ comes before all work, nor the last reduction, which comes after it.
 
 from typing import NamedTuple
 
+import pytest
 from apart import apart, needs_plugin
 
 from amsp_jax import absent, hlo
@@ -44,6 +45,7 @@ def alone(spans):
     return [span.op for span in spans if not span.flops.matmul]
 
 
+@pytest.mark.slow
 @needs_plugin
 @apart
 def test_zero3_hides_its_gathers_and_reductions():
@@ -62,6 +64,7 @@ def test_zero3_hides_its_gathers_and_reductions():
     assert temporary_bytes < 7.5 * GIB
 
 
+@pytest.mark.slow
 @needs_plugin
 @apart
 def test_zero1_hides_what_it_does_once_a_step():

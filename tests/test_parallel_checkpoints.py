@@ -25,7 +25,11 @@ LAYOUTS = {
     "hpz, p3": ("hpz(2)", 1, 6, {"pipeline": 3}),
     "mics, p4": ("mics(2)", 2, 4, {"pipeline": 4}),
 }
-PAIRS = list(itertools.permutations(LAYOUTS, 2))
+# Once around all of them by default.
+RING = list(zip(LAYOUTS, [*list(LAYOUTS)[1:], *list(LAYOUTS)[:1]], strict=True))
+PAIRS = [
+    pytest.param(*pair, marks=[] if pair in RING else pytest.mark.slow) for pair in itertools.permutations(LAYOUTS, 2)
+]
 
 
 def model():
