@@ -291,8 +291,7 @@ def make_plan(
     strategy, parallel = parse(strategy), parallel or ModelParallel()
     degrees = _resolve(strategy, ranks, parallel)
     around = _Around.of(degrees, parallel)
-    is_leaf = _is_split_or_none
-    flat_splits = jax.tree.leaves(splits, is_leaf=is_leaf) if splits is not None else None
+    flat_splits = jax.tree.leaves(splits, is_leaf=_is_split_or_none) if splits is not None else None
     flat, structure = jax.tree_util.tree_flatten_with_path(params)
     leaves = [
         _plan_leaf(path_name(path), tuple(x.shape), around, split)
