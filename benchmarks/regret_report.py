@@ -12,25 +12,13 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
-from regret_settings import (
-    COMPUTE_DTYPE,
-    REDUCE_DTYPE,
-    REMAT,
-    SIZES,
-    Picks,
-    Row,
-    Setting,
-    Size,
-    build,
-    optimizer,
-    read_rows,
-)
+from measure import COMPUTE_DTYPE, SIZES, Size, adamw
+from regret_settings import SETTINGS, Picks, Setting
+from rows import Row, gibibytes, milliseconds, read_rows, step_times, table
 
 from amsp_jax.cluster import Cluster, compute_capability, load_cluster
 from amsp_jax.planner import Candidate, Estimate, Scorer, Workload
 from amsp_jax.strategy import Degrees, all_degrees
-from models.attention import choose_attention
-from models.registry import model_config
 
 ACCUMULATIONS = (1, 2, 4, 8)
 
@@ -90,15 +78,17 @@ def picks(compared: Sequence[Compared], planned: Picks) -> list[Pick]:
 
 
 def planned(cluster: Cluster, sizes: Sequence[str]) -> Picks:
-    """The planner's choice in every case: of the strategies that `plan` looks at unasked, the fastest predicted."""
-    chosen = {}
-    for size, accumulation in itertools.product(sizes, ACCUMULATIONS):
-        scorer = Scorer(workload(SIZES[size], accumulation, cluster), cluster)
-        filled = (degrees for degrees in all_degrees(cluster.ranks) if not degrees.warnings)
-        candidates = [Candidate(degrees, SIZES[size].microbatch, REMAT) for degrees in filled]
-        best = min(candidates, key=lambda candidate: scorer.estimate(candidate).step_s)
-        chosen[_key(size, accumulation)] = str(best.degrees)
-    return chosen
+    """The planner's choice in every case."""
+    cases = itertools.product(sizes, ACCUMULATIONS)
+    return {_key(size, n): str(choice(SIZES[size], n, cluster)) for size, n in cases}
+
+
+def choice(size: Size, accumulation: int, cluster: Cluster) -> Degrees:
+    """Of the strategies that `plan` looks at unasked, the fastest predicted; memory is not asked."""
+    scorer = Scorer(workload(size, accumulation, cluster), cluster)
+    filled = (degrees for degrees in all_degrees(cluster.ranks) if not degrees.warnings)
+    candidates = [Candidate(degrees, size.microbatch, SETTINGS.remat) for degrees in filled]
+    return min(candidates, key=lambda candidate: scorer.estimate(candidate).step_s).degrees
 
 
 def _key(size: str, accumulation: int) -> str:
@@ -117,22 +107,15 @@ def repeats(rows: Sequence[Row]) -> list[tuple[Setting, float]]:
 
 def workload(size: Size, accumulation: int, cluster: Cluster) -> Workload:
     """What the planner is asked."""
+    capability = compute_capability(cluster.device_kind)
     return Workload(
-        model=build(size, attention_on(cluster, size)),
-        optimizer=optimizer(),
+        model=size.build(size.attention_on("gpu" if capability else "cpu", capability)),
+        optimizer=adamw(),
         global_batch=accumulation * size.microbatch * cluster.num_devices,
         seq_len=size.seq_len,
         compute_dtype=COMPUTE_DTYPE,
-        reduce_dtype=REDUCE_DTYPE,
+        reduce_dtype=SETTINGS.reduce_dtype,
     )
-
-
-def attention_on(cluster: Cluster, size: Size) -> str:
-    """What the model runs with there."""
-    capability = compute_capability(cluster.device_kind)
-    head_dim = model_config(size.model, size.overrides).head_dim
-    platform = "gpu" if capability else "cpu"
-    return choose_attention(platform, capability, head_dim, COMPUTE_DTYPE, size.seq_len).implementation
 
 
 def estimates(rows: Sequence[Row], cluster: Cluster) -> Iterator[tuple[Row, Estimate]]:
@@ -146,7 +129,7 @@ def estimates(rows: Sequence[Row], cluster: Cluster) -> Iterator[tuple[Row, Esti
         if case not in scorers:
             size = Size(**{field.name: row[field.name] for field in dataclasses.fields(Size)})
             scorers[case] = Scorer(workload(size, setting.accumulation, cluster), cluster)
-        candidate = Candidate(setting.degrees(cluster.ranks), row["microbatch"], REMAT)
+        candidate = Candidate(setting.degrees(cluster.ranks), row["microbatch"], SETTINGS.remat)
         yield row, scorers[case].estimate(candidate)
 
 
@@ -212,12 +195,13 @@ def _heading(rows: Sequence[Row], cluster: Cluster) -> str:
 
 def _regret_table(found: Sequence[Pick]) -> str:
     heads = ["model", "microbatches", "measured", "the planner's choice", "ms", "the fastest", "ms", "regret"]
-    return _table(
+    return table(
         heads,
         [
             [
                 p.case[0], str(p.case[1]), str(p.num_measured), p.strategy,
-                _ms(p.pick.step_s) if p.pick else "not measured", p.best.setting.strategy, _ms(p.best.step_s),
+                milliseconds(p.pick.step_s) if p.pick else "not measured", p.best.setting.strategy,
+                milliseconds(p.best.step_s),
                 "" if p.regret is None else f"{p.regret:.1%}",
             ]
             for p in found
@@ -268,12 +252,12 @@ def _times_table(both: Sequence[tuple[Row, Estimate]]) -> str:
         lines.append(
             [
                 row["size"], str(row["accumulation"]), row["strategy"] + " again" * row["repeat"],
-                f"{_ms(row['step_s'])} ({_ms(row['min_s'])}, {_ms(row['max_s'])})", _ms(estimate.step_s),
-                f"{estimate.step_s / row['step_s'] - 1:+.1%}", _ms(timeline.compute_s),
-                _ms(timeline.communication_s), _ms(timeline.exposed_s),
+                step_times(row), milliseconds(estimate.step_s),
+                f"{estimate.step_s / row['step_s'] - 1:+.1%}", milliseconds(timeline.compute_s),
+                milliseconds(timeline.communication_s), milliseconds(timeline.exposed_s),
             ]
         )  # fmt: skip
-    return _table(heads, lines)
+    return table(heads, lines)
 
 
 def _memory_table(both: Sequence[tuple[Row, Estimate]]) -> str:
@@ -294,12 +278,12 @@ def _memory_table(both: Sequence[tuple[Row, Estimate]]) -> str:
         peak = row["peak_bytes"] if row["peak_bytes"] > row["earlier_peak_bytes"] else None
         lines.append(
             [
-                row["size"], str(row["accumulation"]), row["strategy"] + " again" * row["repeat"], _gib(predicted),
-                _gib(compiled), f"{predicted / compiled - 1:+.1%}", _gib(peak) if peak else "",
+                row["size"], str(row["accumulation"]), row["strategy"] + " again" * row["repeat"], gibibytes(predicted),
+                gibibytes(compiled), f"{predicted / compiled - 1:+.1%}", gibibytes(peak) if peak else "",
                 f"{predicted / peak - 1:+.1%}" if peak else "",
             ]
         )  # fmt: skip
-    return _table(heads, lines)
+    return table(heads, lines)
 
 
 def plot(compared: Sequence[Compared], path: Path) -> None:
@@ -336,16 +320,3 @@ def _decorate(axes: Axes, compared: Sequence[Compared]) -> None:
     axes.set_axisbelow(True)
     axes.grid(color="#e6e6e6", which="both")
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rule = ["---"] * len(heads)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, rule, *lines))
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f}"
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.2f}"

@@ -9,47 +9,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+from rows import Row
 
-from amsp_jax.model import Model
-from amsp_jax.optimizer import make_optimizer
-from amsp_jax.stack import Remat
+from amsp_jax.step import StepSettings
 from amsp_jax.strategy import DataRanks, Degrees, all_degrees, parse
-from models.registry import build_model
 
-COMPUTE_DTYPE, REDUCE_DTYPE, REMAT = jnp.bfloat16, jnp.float32, Remat.PROJECTIONS
-"""Of every setting."""
+SETTINGS = StepSettings()
+"""Of every step: gradients are summed in float32, blocks keep the results of their matrix products."""
 
 NUM_BEST, NUM_REPEATED = 6, 2
 
 Picks = Mapping[str, str]
 """By size and microbatches, as in `wide 4`: the strategy that the planner chooses."""
-
-Row = dict[str, Any]
-"""One line of a file: a `Setting`, its `Size`, and what was measured or the error."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Size:
-    """A model and one device's share of a microbatch.
-
-    Attributes:
-      model, overrides: a name of `models.registry`, and what differs from it.
-      seq_len: tokens of a sequence.
-      microbatch: sequences a device computes at once.
-    """
-
-    model: str
-    overrides: Mapping[str, Any]
-    seq_len: int
-    microbatch: int
-
-
-SIZES = {
-    "wide": Size(model="llama-7b", overrides={"num_layers": 4}, seq_len=4096, microbatch=2),
-    "narrow": Size(model="llama-1b", overrides={"num_layers": 8}, seq_len=4096, microbatch=4),
-    "tiny": Size(model="llama-tiny", overrides={"num_layers": 2}, seq_len=64, microbatch=1),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,31 +89,3 @@ def read_picks(folder: Path) -> Picks:
     """Of `picks.json`; none if it is not there."""
     path = folder / "picks.json"
     return json.loads(path.read_text()) if path.exists() else {}
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a file; none if it is not there. A last line that was cut off counts as not measured."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return rows
-
-
-def append_row(path: Path, row: Row) -> None:
-    """Adds a line, after one that was cut off, too."""
-    whole = not path.exists() or path.read_text().endswith("\n")
-    with path.open("a") as file:
-        file.write(("" if whole else "\n") + json.dumps(row) + "\n")
-
-
-def build(size: Size, attention: str) -> Model:
-    """The model, with the attention that it runs with."""
-    return build_model(size.model, size.overrides, attention=attention)
-
-
-def optimizer() -> Any:
-    """Of every setting."""
-    return make_optimizer("adamw", 3e-4, weight_decay=0.1, clip_norm=1.0)

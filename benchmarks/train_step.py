@@ -7,20 +7,28 @@ Synthetic random tokens; the step is `amsp_jax.step.make_train_step` as `train.p
 medians over `--steps` after `--warmup`. MFU = tokens/s x `ModelNumbers.flops_per_token` / peak.
 """
 
+from __future__ import annotations
+
 import argparse
 import ast
 import json
 import os
 import statistics
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+import jax
+import jax.numpy as jnp
+import measure
 
-import jax  # noqa: E402
-
-from amsp_jax import absent, xla_flags  # noqa: E402
+from amsp_jax import absent, xla_flags
+from amsp_jax.model import Model
+from amsp_jax.parallel import ModelParallel
+from amsp_jax.plan import Plan, plan_model
+from amsp_jax.step import Remat, StepSettings
+from models.registry import build_model
 
 
 def parse_args() -> argparse.Namespace:
@@ -46,6 +54,7 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--compile_for", choices=absent.TARGETS, help="compiles only, for GPUs that are not there")
     p.add_argument("--xla_flags", default="", help="added to the flags of amsp_jax.xla_flags")
     p.add_argument("--no_default_flags", action="store_true", help="nor its compiler options")
+    p.add_argument("--cache", type=Path, help="jax's persistent compilation cache: a second start finds the step in it")
     p.add_argument("--dump", type=Path, help="write the compiled program here")
     p.add_argument("--profile", type=Path, help="write a profiler trace of two steps here")
     p.add_argument("--process", default="", help="ID/COUNT, one process per device, coordinator on this host")
@@ -66,129 +75,104 @@ def set_environment(args: argparse.Namespace) -> None:
     os.environ["XLA_FLAGS"] = flags
 
 
-def compiler_options(args: argparse.Namespace, model, degrees) -> dict[str, str]:
+def compiler_options(args: argparse.Namespace, model: Model, plan: Plan) -> dict[str, str]:
     """Those of train.py."""
     if args.no_default_flags or args.devices:
         return {}
-    options = xla_flags.combine_thresholds(model, degrees, args.compute_dtype, args.reduce_dtype, args.tensor)
+    options = xla_flags.combine_thresholds(model, plan.degrees, args.compute_dtype, args.reduce_dtype, args.tensor)
     return xla_flags.without(options, args.xla_flags)
+
+
+def use_cache(folder: Path) -> None:
+    """Whatever takes how long to compile is kept in it."""
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def main() -> None:
     args = parse_args()
     set_environment(args)
-    import jax.numpy as jnp
-
-    from amsp_jax.cluster import peak_flops
-    from amsp_jax.optimizer import make_optimizer
-    from amsp_jax.parallel import ModelParallel
-    from amsp_jax.plan import plan_model
-    from amsp_jax.state import abstract_state, init_state
-    from amsp_jax.step import Remat, StepSettings, make_train_step
-    from models.registry import build_model
-
+    if args.cache:
+        use_cache(args.cache)
     if args.process:
         rank, count = map(int, args.process.split("/"))
         jax.distributed.initialize("127.0.0.1:12399", count, rank, local_device_ids=[rank])
     if args.compile_for:
-        devices = absent.devices(args.compile_for, args.nodes, args.devices // args.nodes)
+        devices: Sequence[jax.Device] = absent.devices(args.compile_for, args.nodes, args.devices // args.nodes)
     else:
         devices = jax.devices()
     parallel = ModelParallel(tensor=args.tensor, pipeline=args.pipeline, context=args.context)
     ranks = parallel.data_ranks(args.nodes, len(devices) // args.nodes)
     model = build_model(args.model, args.overrides, attention=args.attention)
     plan = plan_model(args.strategy, model, ranks, devices, jnp.dtype(args.compute_dtype), parallel)
-    optimizer = make_optimizer("adamw", 3e-4, weight_decay=0.1, clip_norm=1.0)
     settings = StepSettings(
-        reduce_dtype=jnp.dtype(args.reduce_dtype), remat=Remat(args.remat), peel=not args.no_peel,
-        schedule=args.schedule, virtual_stages=args.virtual_stages,
+        reduce_dtype=jnp.dtype(args.reduce_dtype), remat=Remat(args.remat), peel_first=not args.no_peel,
+        peel_last=not args.no_peel, schedule=args.schedule, virtual_stages=args.virtual_stages,
     )  # fmt: skip
-    step = make_train_step(model, optimizer, plan, settings)
-
     shape = (args.accumulation, args.microbatch * ranks.total, args.seq_len)
-    kinds = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-    batch = {k: jax.ShapeDtypeStruct(shape, d, sharding=plan.batch_sharding) for k, d in kinds.items()}
-    start = time.perf_counter()
-    if args.compile_for:
-        options = absent.compiler_options(model, plan, settings)
-        compiled = absent.compile_step(model, optimizer, plan, settings, shape)
-    else:
-        options = compiler_options(args, model, plan.degrees)
-        seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=plan.replicated)
-        lowered = step.lower(abstract_state(model, optimizer, plan), batch, seed)
-        compiled = lowered.compile(compiler_options=options)
-    memory = compiled.memory_analysis()
     row = {
         "model": args.model, "overrides": args.overrides, "strategy": str(plan.degrees), "seq_len": args.seq_len,
         "microbatch": args.microbatch, "accumulation": args.accumulation, "reduce_dtype": args.reduce_dtype,
         "parallel": str(parallel), "schedule": args.schedule, "virtual_stages": args.virtual_stages,
         "remat": args.remat, "peel": not args.no_peel, "devices": len(devices), "nodes": args.nodes,
         "device_kind": devices[0].device_kind, "jax": jax.__version__, "xla_flags": os.environ["XLA_FLAGS"],
-        "compiler_options": options,
-        "compile_s": round(time.perf_counter() - start, 1),
-        "argument_gib": round(memory.argument_size_in_bytes / 2**30, 2),
-        "temp_gib": round(memory.temp_size_in_bytes / 2**30, 2),
     }  # fmt: skip
+    program, compiled_row = compiled(args, model, plan, settings, shape)
+    row |= compiled_row
     if args.dump:
-        args.dump.write_text(compiled.as_text())
+        args.dump.write_text(program.as_text())
     if not args.compile_for:
-        state = init_state(model, optimizer, plan, 0)
-        batches = [random_batch(plan, shape, model, i) for i in range(4)]
-        row |= measure(args, compiled, state, batches, model, devices, parallel.total, peak_flops)
+        row |= timed(args, program, model, plan, shape, parallel.total)
     if jax.process_index() == 0:
         print(json.dumps(row), flush=True)
 
 
-def random_batch(plan, shape: tuple[int, int, int], model, number: int) -> dict:
-    """Rows of random tokens, targets shifted by one; each process makes its own rows alone."""
-    import numpy as np
+def compiled(
+    args: argparse.Namespace, model: Model, plan: Plan, settings: StepSettings, shape: tuple[int, int, int]
+) -> tuple[Any, dict[str, Any]]:
+    """The program, and what compiling it took. Its tracing is told apart where the devices are there."""
+    start = time.perf_counter()
+    if args.compile_for:
+        options = absent.compiler_options(model, plan, settings)
+        program = absent.compile_step(model, measure.adamw(), plan, settings, shape)
+        seconds = {"compile_s": round(time.perf_counter() - start, 1)}
+    else:
+        options = compiler_options(args, model, plan)
+        step = measure.compile_step(model, plan, settings, shape, options)
+        program = step.program
+        seconds = {"trace_s": round(step.trace_s, 1), "compile_s": round(step.compile_s, 1)}
+    memory = program.memory_analysis()
+    return program, {
+        "compiler_options": options, **seconds,
+        "argument_gib": round(memory.argument_size_in_bytes / 2**30, 2),
+        "temp_gib": round(memory.temp_size_in_bytes / 2**30, 2),
+    }  # fmt: skip
 
-    vocab = model.abstract_params()["embed"]["table"].shape[0]
 
-    def rows(index, offset: int):
-        sizes = [len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)]
-        draw = np.random.default_rng([number, index[1].start or 0])
-        tokens = draw.integers(0, vocab, (*sizes[:2], shape[2] + 1), dtype=np.int32)
-        return tokens[..., offset : offset + shape[2]][..., index[2]]
-
-    make = lambda f: jax.make_array_from_callback(shape, plan.batch_sharding, f)  # noqa: E731
-    ones = make(lambda index: np.ones_like(rows(index, 0), np.float32))
-    return {"tokens": make(lambda i: rows(i, 0)), "targets": make(lambda i: rows(i, 1)), "weights": ones}
-
-
-def measure(args, compiled, state, batches, model, devices, devices_per_rank, peak_flops) -> dict:
-    import numpy as np
-
-    seed = jax.device_put(np.uint32(0), compiled.input_shardings[0][2])
-    # One step is always in flight, as in the trainer: a step's time is from its predecessor's end to its own.
-    marks, losses, pending = [], [], None
-    for i in range(args.warmup + args.steps + 1):
-        state, metrics = compiled(state, batches[i % len(batches)], seed)
-        if pending is not None:
-            losses.append(float(pending.loss))
-            marks.append(time.perf_counter())
-        pending = metrics
-    jax.block_until_ready(pending)
-    times = [after - before for before, after in zip(marks, marks[1:], strict=False)][args.warmup - 1 :]
+def timed(
+    args: argparse.Namespace, program: Any, model: Model, plan: Plan, shape: tuple[int, int, int], devices_per_rank: int
+) -> dict[str, Any]:
+    state = measure.initial_state(model, plan)
+    batches = [measure.random_batch(plan, shape, model, i) for i in range(4)]
+    state, times = measure.time_steps(program, state, batches, args.warmup, args.steps)
     if args.profile:
         with jax.profiler.trace(args.profile):
-            for i in range(2):
-                state, metrics = compiled(state, batches[i], seed)
-                jax.block_until_ready(metrics)
-    median = statistics.median(times)
+            measure.run_steps(program, state, batches, 2)
+    kept = times.times_s[args.warmup :]
+    median = statistics.median(kept)
     tokens_per_s = args.microbatch * args.accumulation * args.seq_len / devices_per_rank / median
-    flops = tokens_per_s * model.numbers.flops_per_token(args.seq_len)
-    peak = peak_flops(devices[0].device_kind)
-    stats = jax.local_devices()[0].memory_stats() or {}
+    device_kind = jax.devices()[0].device_kind
+    share = measure.mfu(model, device_kind, tokens_per_s, args.seq_len)
     return {
         "step_ms": round(median * 1e3, 1),
-        "max_ms": round(max(times) * 1e3, 1),
-        "min_ms": round(min(times) * 1e3, 1),
+        "max_ms": round(max(kept) * 1e3, 1),
+        "min_ms": round(min(kept) * 1e3, 1),
         "tokens_per_s_per_device": round(tokens_per_s),
-        "tflops_per_device": round(flops / 1e12, 1),
-        "mfu": round(flops / peak, 4) if peak else None,
-        "peak_gib": round(stats.get("peak_bytes_in_use", 0) / 2**30, 1),
-        "losses": [round(x, 5) for x in (losses[0], losses[-1])],
+        "tflops_per_device": round(tokens_per_s * model.numbers.flops_per_token(args.seq_len) / 1e12, 1),
+        "mfu": share and round(share, 4),
+        "peak_gib": round(measure.peak_bytes() / 2**30, 1),
+        "losses": [round(x, 5) for x in (times.losses[0], times.losses[-1])],
     }
 
 

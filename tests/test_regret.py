@@ -11,7 +11,8 @@ from amsp_jax.strategy import DataRanks, all_degrees
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "benchmarks"))
 
 from regret_report import Compared, mixes_levels, picks, repeats  # noqa: E402
-from regret_settings import NUM_BEST, NUM_REPEATED, Setting, append_row, fastest, next_setting, read_rows, schedule  # noqa: E402
+from regret_settings import NUM_BEST, NUM_REPEATED, Setting, fastest, next_setting, schedule  # noqa: E402
+from rows import append_row, read_rows  # noqa: E402
 
 RANKS = DataRanks(2, 2)
 STRATEGIES = [str(degrees) for degrees in all_degrees(RANKS)]

@@ -1,0 +1,174 @@
+"""Every named strategy on one network, at several numbers of microbatches: which is fastest where?
+
+    benchmarks/nodes.sh 300 OUT/logs/strategies python3 benchmarks/strategies.py --out OUT/strategies.jsonl
+    python benchmarks/strategies.py --size tiny --simulated-nodes 2 --simulated-devices-per-node 2 --out FILE
+
+The first is a host of GPUs as two nodes, the second a CPU. One JSON line a strategy and number of microbatches, and a
+table at the end. A setting whose line is there is not measured again. All are measured in one process, so that
+communicators of those before are still there; memory is the compiled program's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import measure
+from measure import SIZES, Size
+from regret_report import choice
+from rows import Row, append_row, gibibytes, read_rows, step_times, table
+
+from amsp_jax import launch
+from amsp_jax.cli import add_device_arguments
+from amsp_jax.cluster import load_cluster
+from amsp_jax.errors import UserError
+from amsp_jax.strategy import DataRanks, parse
+
+NAMED = ("params=replica grads=node opt_state=full", "mics", "hpz", "zero3", "zero1", "zero2", "ddp")
+ACCUMULATIONS = (4, 8, 1, 2)
+"""In the order in which they are measured."""
+
+NUM_WARMUP = 2
+# Of a setting, before one has been measured.
+FIRST_GUESS_S = 20.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One thing to measure.
+
+    Attributes:
+      accumulation: microbatches of a step.
+      strategy: in canonical form.
+    """
+
+    accumulation: int
+    strategy: str
+
+
+def main() -> None:
+    args = parse_args()
+    layout = measure.set_up(args)
+    ranks = DataRanks(layout.devices_per_node, layout.num_nodes)
+    size = size_of(args)
+    chosen = launch.from_process_0(lambda: planned(args.cluster, size, args.accumulation))
+    names = named(args.strategy, ranks)
+    missing = launch.from_process_0(lambda: [vars(s) for s in left(read_rows(args.out), settings(names, chosen, args))])
+    end = time.monotonic() + args.budget_s
+    for setting in (Setting(**each) for each in missing):
+        if not launch.from_process_0(lambda: time.monotonic() + expected_s(read_rows(args.out)) < end):
+            launch.say(f"no time for {setting}")
+            break
+        strategy, n = setting.strategy, setting.accumulation
+        row = measure.measured(
+            layout, size, strategy, n, num_warmup=NUM_WARMUP, num_steps=args.steps, most_s=args.most_s
+        )
+        row |= {"strategy": strategy, "names": names.get(strategy, []), "is_choice": chosen.get(str(n)) == strategy}
+        if layout.process_index == 0:
+            append_row(args.out, row)
+            print(f"x{n} {strategy}: {step_times(row)} ms, all {row['wall_s']} s", flush=True)
+    if layout.process_index == 0:
+        print(report(read_rows(args.out)))
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
+    parser.add_argument("--strategy", nargs="+", default=NAMED)
+    parser.add_argument("--accumulation", nargs="+", type=int, default=ACCUMULATIONS, help="microbatches of a step")
+    parser.add_argument("--cluster", help="a calibrated cluster file: measures the planner's choice, too")
+    parser.add_argument("--budget-s", type=float, default=1e9, help="begin nothing that would end later")
+    add_size_arguments(parser)
+    add_device_arguments(parser)
+    return parser.parse_args()
+
+
+def add_size_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is trained, and for how long; `size_of` reads it."""
+    parser.add_argument("--size", choices=SIZES, default="wide")
+    parser.add_argument("--overrides", type=ast.literal_eval, help="other than the size's, \"{'num_layers': 8}\"")
+    parser.add_argument("--microbatch", type=int, help="sequences a device computes at once, other than the size's")
+    parser.add_argument("--steps", type=int, default=20, help="timed, fewer if they take long")
+    parser.add_argument("--most-s", type=float, default=10.0, help="how long")
+
+
+def size_of(args: argparse.Namespace) -> Size:
+    """The size that `add_size_arguments` describes."""
+    changes = {"overrides": args.overrides, "microbatch": args.microbatch}
+    return dataclasses.replace(SIZES[args.size], **{name: value for name, value in changes.items() if value})
+
+
+def named(strategies: Sequence[str], ranks: DataRanks) -> dict[str, list[str]]:
+    """By the canonical form on these ranks, the names that mean it; those that do not fit them are left out."""
+    found: dict[str, list[str]] = {}
+    for text in strategies:
+        try:
+            found.setdefault(str(parse(text).resolve(ranks)), []).append(text)
+        except UserError as error:
+            launch.say(f"left out: {error}")
+    return found
+
+
+def planned(cluster_file: str | None, size: Size, accumulations: Sequence[int]) -> dict[str, str]:
+    """By the number of microbatches, as text, the planner's choice; none without a cluster."""
+    if cluster_file is None:
+        return {}
+    cluster = load_cluster(cluster_file)
+    return {str(n): str(choice(size, n, cluster)) for n in accumulations}
+
+
+def settings(names: dict[str, list[str]], chosen: dict[str, str], args: argparse.Namespace) -> Iterator[Setting]:
+    """The planner's choice first: it is what the others are compared with."""
+    for n in args.accumulation:
+        first = [chosen[str(n)]] if chosen else []
+        yield from (Setting(n, strategy) for strategy in dict.fromkeys([*first, *names]))
+
+
+def left(rows: Sequence[Row], wanted: Iterator[Setting]) -> list[Setting]:
+    """Those without a row."""
+    done = {Setting(row["accumulation"], row["strategy"]) for row in rows}
+    return [setting for setting in wanted if setting not in done]
+
+
+def expected_s(rows: Sequence[Row]) -> float:
+    """The longest so far."""
+    return max([row["wall_s"] for row in rows] or [FIRST_GUESS_S])
+
+
+def report(rows: Sequence[Row]) -> str:
+    """A table for each number of microbatches."""
+    heads = ["microbatches", "strategy", "named", "step ms (min, max)", "MFU", "GiB", "against the choice"]
+    lines = []
+    for n in sorted({row["accumulation"] for row in rows}):
+        alike = [row for row in rows if row["accumulation"] == n]
+        lines += [
+            [
+                str(n), row["strategy"], ", ".join(row["names"]), step_times(row), percent(row.get("mfu")),
+                gibibytes(row["compiled_bytes"]["total"]), ratio(row, alike),
+            ]
+            for row in sorted(alike, key=lambda row: row.get("step_s", float("inf")))
+        ]  # fmt: skip
+    return table(heads, lines)
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
+def ratio(row: Row, alike: Sequence[Row]) -> str:
+    """Time over that of the planner's choice, or where there is none, of the fastest."""
+    timed: list[Any] = [each for each in alike if "step_s" in each]
+    if "step_s" not in row:
+        return ""
+    base = next((each for each in timed if each["is_choice"]), min(timed, key=lambda each: each["step_s"]))
+    return f"{row['step_s'] / base['step_s']:.2f}x" + " (the choice)" * row["is_choice"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
