@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from amsp_jax import cli, launch
-from amsp_jax.commands import calibrate, compile, doctor, generate, plan, tune
+from amsp_jax.commands import calibrate, compile, doctor, generate, plan, profile, tune
 
-COMMANDS = (plan, calibrate, compile, generate, doctor, tune)
+COMMANDS = (plan, calibrate, compile, profile, generate, doctor, tune)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,3 +7,4 @@ from amsp_jax.hlo.collectives import mesh_groups as mesh_groups
 from amsp_jax.hlo.schedule import Flops as Flops
 from amsp_jax.hlo.schedule import Span as Span
 from amsp_jax.hlo.schedule import analyse as analyse
+from amsp_jax.hlo.schedule import op_flops as op_flops

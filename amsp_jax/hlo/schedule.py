@@ -71,6 +71,16 @@ def analyse(text: str) -> list[Span]:
     return [span for name, num_runs, _ in reachable(program) for span in _spans(program, name, num_runs, work)]
 
 
+def op_flops(program: Program) -> dict[str, Flops]:
+    """FLOPs of one run of each operation of the computations that are `reachable`; of a loop, with all its trips."""
+    work = _Work(program)
+    return {
+        line.name: flops
+        for name, _, _ in reachable(program)
+        for line, flops in zip(program.computations[name], work.of_lines(name), strict=True)
+    }
+
+
 def _spans(program: Program, name: str, num_runs: int, work: _Work) -> Iterator[Span]:
     computation = program.computations[name]
     before = list(itertools.accumulate(work.of_lines(name), initial=Flops()))

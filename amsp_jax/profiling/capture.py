@@ -1,0 +1,81 @@
+"""Runs a few steps under jax's profiler."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from amsp_jax.data import Prefetcher
+from amsp_jax.errors import UserError
+from amsp_jax.job import Job, compile_step
+from amsp_jax.launch import own_watch
+from amsp_jax.state import TrainState, init_state
+
+NUM_WARMUP = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """What is left of the steps.
+
+    Attributes:
+      trace: the `.xplane.pb` file.
+      program: the text of the compiled step.
+    """
+
+    trace: Path
+    program: str
+
+
+def capture(job: Job, num_steps: int, folder: Path) -> Captured:
+    """Trains from step 0, and traces `num_steps` steps after the warm-up, and one more, which ends the last of them.
+
+    Every process of a run calls it, and traces its own devices.
+
+    Args:
+      job: what to train.
+      num_steps: to be complete in the trace.
+      folder: for the trace, as TensorBoard wants it.
+
+    Raises:
+      UserError: the step needs more memory than a device has, or the profiler wrote nothing.
+    """
+    own_watch().doing("compiling the step")
+    step: Any = compile_step(job)
+    own_watch().doing("running the steps to profile")
+    state = init_state(job.model, job.optimizer, job.plan, job.config.seed)
+    num_total = NUM_WARMUP + num_steps + 1
+    before = _traces(folder)
+    options = jax.profiler.ProfileOptions()
+    # Calls of Python functions would slow the host down, and are not asked for.
+    options.python_tracer_level = 0
+    with Prefetcher(lambda i: job.load_batch(job.datasets.train, i), 0, num_total) as batches:
+        state = _advance(step, state, batches, range(NUM_WARMUP), job.config.seed)
+        with jax.profiler.trace(folder, profiler_options=options):
+            _advance(step, state, batches, range(NUM_WARMUP, num_total), job.config.seed)
+    written = _traces(folder) - before
+    if not written:
+        raise UserError(f"--out={folder}: jax's profiler wrote no trace there; see what it said above")
+    return Captured(max(written), step.as_text())
+
+
+def _advance(
+    step: Any, state: TrainState, batches: Iterator[dict[str, jax.Array]], numbers: range, seed: int
+) -> TrainState:
+    """As the training loop does: it dispatches a step, then waits for the numbers of the step before."""
+    last = None
+    for number in numbers:
+        with jax.profiler.StepTraceAnnotation("train", step_num=number):
+            state, metrics = step(state, next(batches), np.uint32(seed))
+        jax.block_until_ready(last)
+        last = metrics
+    return jax.block_until_ready(state)
+
+
+def _traces(folder: Path) -> set[Path]:
+    return set(folder.rglob("*.xplane.pb"))
