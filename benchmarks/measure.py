@@ -96,18 +96,21 @@ class CompiledStep:
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """Seconds and loss of each step, the warm-up first."""
+    """Seconds and loss of each step; of the warm-up the seconds alone."""
 
-    num_warmup: int
-    times_s: list[float]
-    losses: list[float]
+    times_s: list[float] = dataclasses.field(default_factory=list)
+    losses: list[float] = dataclasses.field(default_factory=list)
+    warmup_s: list[float] = dataclasses.field(default_factory=list)
+
+    def __add__(self, later: StepTimes) -> StepTimes:
+        return StepTimes(self.times_s + later.times_s, self.losses + later.losses, self.warmup_s + later.warmup_s)
 
     def row(self) -> Row:
-        """Median, fastest and slowest after the warm-up, and everything."""
-        kept = self.times_s[self.num_warmup :]
+        """Median, fastest and slowest, and everything."""
         return {
-            "step_s": statistics.median(kept), "min_s": min(kept), "max_s": max(kept),
+            "step_s": statistics.median(self.times_s), "min_s": min(self.times_s), "max_s": max(self.times_s),
             "times_s": [round(seconds, 6) for seconds in self.times_s],
+            "warmup_s": [round(seconds, 6) for seconds in self.warmup_s],
             "losses": [round(self.losses[0], 4), round(self.losses[-1], 4)],
         }  # fmt: skip
 
@@ -210,7 +213,7 @@ def run_steps(
             marks.append(time.perf_counter())
         pending = metrics
     times = [after - before for before, after in zip(marks, marks[1:], strict=False)]
-    return state, StepTimes(0, times, losses)
+    return state, StepTimes(times, losses)
 
 
 def time_steps(
@@ -220,12 +223,13 @@ def time_steps(
     num_warmup: int,
     num_steps: int,
     most_s: float = math.inf,
+    num_least: int = NUM_LEAST,
 ) -> tuple[TrainState, StepTimes]:
-    """Warm-up and then as many steps as fit into `most_s`, at most `num_steps` and at least `NUM_LEAST` of them."""
+    """Warm-up and then as many steps as fit into `most_s`, at most `num_steps` and at least `num_least` of them."""
     state, warm = run_steps(program, state, batches, num_warmup)
     fitting = launch.from_process_0(lambda: int(min(most_s / warm.times_s[-1], num_steps)))
-    state, timed = run_steps(program, state, batches, min(num_steps, max(NUM_LEAST, fitting)))
-    return state, StepTimes(num_warmup, warm.times_s + timed.times_s, warm.losses + timed.losses)
+    state, timed = run_steps(program, state, batches, min(num_steps, max(num_least, fitting)))
+    return state, StepTimes(timed.times_s, warm.losses + timed.losses, warm.times_s)
 
 
 def compiled_bytes(program: Any) -> dict[str, int]:

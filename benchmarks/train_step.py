@@ -159,15 +159,14 @@ def timed(
     if args.profile:
         with jax.profiler.trace(args.profile):
             measure.run_steps(program, state, batches, 2)
-    kept = times.times_s[args.warmup :]
-    median = statistics.median(kept)
+    median = statistics.median(times.times_s)
     tokens_per_s = args.microbatch * args.accumulation * args.seq_len / devices_per_rank / median
     device_kind = jax.devices()[0].device_kind
     share = measure.mfu(model, device_kind, tokens_per_s, args.seq_len)
     return {
         "step_ms": round(median * 1e3, 1),
-        "max_ms": round(max(kept) * 1e3, 1),
-        "min_ms": round(min(kept) * 1e3, 1),
+        "max_ms": round(max(times.times_s) * 1e3, 1),
+        "min_ms": round(min(times.times_s) * 1e3, 1),
         "tokens_per_s_per_device": round(tokens_per_s),
         "tflops_per_device": round(tokens_per_s * model.numbers.flops_per_token(args.seq_len) / 1e12, 1),
         "mfu": share and round(share, 4),

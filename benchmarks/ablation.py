@@ -1,0 +1,153 @@
+"""What each part of the overlap of communication and compute gains, added one by one (AMSP, arXiv 2311.00257).
+
+    benchmarks/nodes.sh 300 OUT/logs/ablation python3 benchmarks/ablation.py --out OUT/ablation.jsonl
+    python benchmarks/ablation.py --size tiny --simulated-nodes 2 --simulated-devices-per-node 2 --out FILE
+
+The first is a host of GPUs as two nodes, the second a CPU, where collectives are always synchronous. The parts of a
+strategy have their programs in one process and take turns, so that a network that is slower for a while is so for all
+of them. One JSON line a strategy and part, and a table at the end; what has its lines is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import measure
+from measure import COMPUTE_DTYPE, Size
+from rows import Row, append_row, read_rows, step_times, table
+from strategies import add_size_arguments, named, size_of
+
+from amsp_jax import launch
+from amsp_jax.cli import add_device_arguments
+from amsp_jax.model import Model
+from amsp_jax.plan import Plan, make_plan
+from amsp_jax.step import StepSettings
+from amsp_jax.strategy import DataRanks
+
+STRATEGIES = ("params=replica grads=node opt_state=full", "zero1", "mics", "zero3")
+SYNCHRONOUS = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
+NUM_TURNS, NUM_LEAST = 4, 2
+# Of a strategy, before one has been measured.
+FIRST_GUESS_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """A step with some of the overlap.
+
+    Attributes:
+      name: of what it has beyond the one before it.
+      is_async: collectives run beside compute.
+      peel_first, peel_last: as in `StepSettings`.
+    """
+
+    name: str
+    is_async: bool = True
+    peel_first: bool = False
+    peel_last: bool = False
+
+    def settings(self) -> StepSettings:
+        return StepSettings(peel_first=self.peel_first, peel_last=self.peel_last)
+
+    def options(self, layout: launch.Layout, model: Model, plan: Plan) -> dict[str, str]:
+        """For the compiler; on a CPU it has no such option."""
+        ours = measure.compiler_options(layout, model, plan, self.settings())
+        return ours if self.is_async or layout.platform == "cpu" else ours | SYNCHRONOUS
+
+
+PARTS = (
+    Part(name="no overlap", is_async=False),
+    Part(name="blocks' gathers and scatters"),
+    Part(name="reductions beside the last backward", peel_last=True),
+    Part(name="gathers beside the first forward", peel_first=True, peel_last=True),
+)
+
+
+def main() -> None:
+    args = parse_args()
+    layout = measure.set_up(args)
+    ranks, size = DataRanks(layout.devices_per_node, layout.num_nodes), size_of(args)
+    names = named(args.strategy, ranks)
+    done = launch.from_process_0(lambda: [row["strategy"] for row in read_rows(args.out)])
+    end, longest_s = time.monotonic() + args.budget_s, FIRST_GUESS_S
+    for strategy in (s for s in names if s not in done):
+        begin = time.monotonic()
+        if not launch.from_process_0(lambda limit=begin + longest_s: limit < end):
+            launch.say(f"no time for {strategy}")
+            break
+        for row in measured(layout, ranks, size, strategy, args):
+            if layout.process_index == 0:
+                append_row(args.out, row | {"names": names[strategy]})
+        longest_s = time.monotonic() - begin
+        launch.say(f"{strategy}: {longest_s:.1f} s")
+    if layout.process_index == 0:
+        print(report(read_rows(args.out)))
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
+    parser.add_argument("--strategy", nargs="+", default=STRATEGIES)
+    parser.add_argument("--accumulation", type=int, default=4, help="microbatches of a step")
+    parser.add_argument("--budget-s", type=float, default=1e9, help="begin no strategy that would end later")
+    add_size_arguments(parser)
+    add_device_arguments(parser)
+    return parser.parse_args()
+
+
+def parts_of(plan: Plan) -> Sequence[Part]:
+    """All, or the first two where nothing is gathered or reduced once a step: the others would be the same program."""
+    return PARTS if plan.axes.grad or plan.axes.opt or plan.axes.replica else PARTS[:2]
+
+
+def measured(layout: launch.Layout, ranks: DataRanks, size: Size, strategy: str, args: argparse.Namespace) -> list[Row]:
+    """Compiles the parts of a strategy and times them in turns: a row for each."""
+    model, attention = measure.model_on(layout, size)
+    plan = make_plan(strategy, model.abstract_params(), ranks, layout.devices, COMPUTE_DTYPE)
+    shape, parts = size.shape(args.accumulation, ranks), parts_of(plan)
+    steps = [
+        measure.compile_step(model, plan, part.settings(), shape, part.options(layout, model, plan)) for part in parts
+    ]
+    state = measure.filled_state(model, plan)
+    batches = [measure.random_batch(plan, shape, model, i) for i in range(2)]
+    times = [measure.StepTimes() for _ in parts]
+    num_steps, most_s = args.steps // NUM_TURNS, args.most_s / NUM_TURNS
+    for turn, (i, step) in itertools.product(range(NUM_TURNS), enumerate(steps)):
+        # In the first turn the communicators are made.
+        num_warmup = 1 if turn else 2
+        state, new = measure.time_steps(step.program, state, batches, num_warmup, num_steps, most_s, NUM_LEAST)
+        times[i] += new
+    rows = []
+    for part, step, each in zip(parts, steps, times, strict=True):
+        options = part.options(layout, model, plan)
+        row = {"strategy": strategy, "accumulation": args.accumulation, "part": part.name, **each.row()}
+        row |= {**measure.surroundings(layout, size, attention, options), **step.row()}
+        rows.append(row | {"mfu": size.mfu(row)})
+    return rows
+
+
+def report(rows: Sequence[Row]) -> str:
+    """By strategy: each part's time, over it that of the part before, and that of no overlap."""
+    heads = ["strategy", "overlap", "step ms (min, max)", "gain of this part", "gain of all so far"]
+    lines, first, before = [], rows[0], rows[0]
+    for row in rows:
+        if row["part"] == PARTS[0].name:
+            first = before = row
+        lines.append(
+            [
+                ", ".join(row["names"]), row["part"], step_times(row),
+                f"{before['step_s'] / row['step_s']:.3f}x", f"{first['step_s'] / row['step_s']:.3f}x",
+            ]
+        )  # fmt: skip
+        before = row
+    return table(heads, lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
