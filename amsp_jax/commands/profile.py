@@ -15,7 +15,7 @@ from amsp_jax import auto, cli, launch
 from amsp_jax.errors import UserError
 from amsp_jax.job import Job, prepare
 from amsp_jax.profiling import capture, plot_step, read_program, read_trace, report
-from amsp_jax.profiling.breakdown import Execution, break_down, executions, median
+from amsp_jax.profiling.breakdown import Execution, all_executions, break_down, median
 from amsp_jax.strategy import parse
 
 PICTURE_FILE, JSON_FILE, TABLE_FILE = "timeline.png", "profile.json", "profile.txt"
@@ -39,8 +39,10 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     profile.add_argument("--json", action="store_true", help="print one JSON object, and all else to stderr")
     profile.add_argument("--coordinator", metavar="HOST:PORT", help="of several processes that SLURM did not start")
-    profile.add_argument("--num_processes", type=cli.positive(int), metavar="N", help="how many they are")
-    profile.add_argument("--process_id", type=int, metavar="I", help="which one this is, from 0")
+    profile.add_argument(
+        "--num_processes", "--num-processes", type=cli.positive(int), metavar="N", help="how many they are"
+    )
+    profile.add_argument("--process_id", "--process-id", type=int, metavar="I", help="which one this is, from 0")
     profile.set_defaults(run=run, settings=[])
 
 
@@ -66,7 +68,7 @@ def _profile(args: argparse.Namespace) -> dict[str, Any] | None:
         return None
 
     trace, program = read_trace(captured.trace), read_program(captured.program, job.plan.mesh)
-    steps = {device: executions(trace, program, device) for device in trace.events}
+    steps = all_executions(trace, program)
     found = report.Profile(
         title=f"{job.model.name}, {job.plan.strategy} on {len(layout.devices)} x {layout.device_kind}",
         num_steps=min(map(len, steps.values())),

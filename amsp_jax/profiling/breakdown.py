@@ -94,6 +94,20 @@ def _rate(flops: float, seconds: float) -> float:
     return flops / seconds if seconds else 0.0
 
 
+def all_executions(trace: Trace, program: StepProgram) -> dict[int, list[Execution]]:
+    """`executions` of each device of a trace.
+
+    Raises:
+      UserError: there is none, or one without steps.
+    """
+    if not trace.events:
+        raise UserError(
+            "the trace has no device: jax's profiler could not record any. NVIDIA's driver may allow it to root alone "
+            "(NVreg_RestrictProfilingToAdminUsers), and another profiler may be running"
+        )
+    return {device: executions(trace, program, device) for device in trace.events}
+
+
 def executions(trace: Trace, program: StepProgram, device: int) -> list[Execution]:
     """The steps that a trace has of a device, without the last, which only ends the one before it.
 
@@ -111,7 +125,7 @@ def executions(trace: Trace, program: StepProgram, device: int) -> list[Executio
     if len(runs) < 2:
         raise UserError(
             f"the trace has {len(runs)} executions of {program.module} on device {device}, and a step ends where the "
-            "next begins; profile at least one step, on devices whose profiler works (NVIDIA: CUPTI, AMD: rocprofiler)"
+            "next begins; profile again, with fewer --steps where the trace was cut short"
         )
     starts = [run[0].event.start_ns for run in runs]
     return [Execution(tuple(runs[i]), starts[i], starts[i + 1]) for i in range(len(runs) - 1)]

@@ -6,6 +6,7 @@ On a GPU an event is a kernel on a stream; on the CPU it is an operation on a th
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -128,7 +129,7 @@ def _by_first(events: Iterable[Event]) -> list[tuple[Event, ...]]:
     """
     ordered = sorted(events, key=lambda event: (event.launch, event.start_ns))
     firsts = [i for i, event in enumerate(ordered) if (event.op, event.name) == (ordered[0].op, ordered[0].name)]
-    return [_in_time(ordered[i:j]) for i, j in zip(firsts, [*firsts[1:], len(ordered)], strict=True)]
+    return [_in_time(ordered[i:j]) for i, j in itertools.pairwise([*firsts, len(ordered)])]
 
 
 def _in_time(events: Sequence[Event]) -> tuple[Event, ...]:
