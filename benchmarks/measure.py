@@ -147,15 +147,21 @@ def compiler_options(layout: launch.Layout, model: Model, plan: Plan, settings: 
 
 
 def compile_step(
-    model: Model, plan: Plan, settings: StepSettings, shape: tuple[int, int, int], options: dict[str, str]
+    model: Model,
+    plan: Plan,
+    settings: StepSettings,
+    shape: tuple[int, int, int],
+    options: dict[str, str],
+    optimizer: optax.GradientTransformation | None = None,
 ) -> CompiledStep:
-    """The step on batches [microbatches, rows over all ranks, tokens]."""
+    """The step on batches [microbatches, rows over all ranks, tokens]; the optimizer is `adamw()` if None."""
     start = time.perf_counter()
-    step: Any = make_train_step(model, adamw(), plan, settings)
+    optimizer = optimizer or adamw()
+    step: Any = make_train_step(model, optimizer, plan, settings)
     kinds = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     batch = {k: jax.ShapeDtypeStruct(shape, dtype, sharding=plan.batch_sharding) for k, dtype in kinds.items()}
     seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=plan.replicated)
-    lowered = step.lower(abstract_state(model, adamw(), plan), batch, seed)
+    lowered = step.lower(abstract_state(model, optimizer, plan), batch, seed)
     traced = time.perf_counter()
     program = lowered.compile(compiler_options=options)
     return CompiledStep(program, traced - start, time.perf_counter() - traced)
