@@ -4,18 +4,15 @@
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=${OUT:-$here/out}
-mkdir -p "$out"
 gpus=$(nvidia-smi -L | wc -l)
 layers=${LAYERS:-16}
 
 run() { # name, strategy, tensor, pipeline, then arguments of train_step.py: the microbatches of a step follow
   name=$1 strategy=$2 tensor=$3 pipeline=$4
   shift 4
-  timeout 170 python3 "$here/train_step.py" --model llama-7b --overrides "{'num_layers': $layers}" --seq_len 4096 \
-    --strategy "$strategy" --tensor "$tensor" --pipeline "$pipeline" --microbatch 1 --reduce_dtype bfloat16 \
-    --accumulation $((8 * tensor * pipeline)) "$@" > "$out/$name.txt" 2> "$out/$name.err"
-  tail -1 "$out/$name.txt" | sed "s/^{/{\"name\": \"$name\", /" | tee -a "$out/parallel.jsonl" | cut -c1-900
-  [ -s "$out/$name.txt" ] || tail -5 "$out/$name.err"
+  "$here/record.sh" "$out/parallel.jsonl" "$name" 170 python3 "$here/train_step.py" --model llama-7b \
+    --overrides "{'num_layers': $layers}" --seq_len 4096 --strategy "$strategy" --tensor "$tensor" \
+    --pipeline "$pipeline" --microbatch 1 --reduce_dtype bfloat16 --accumulation $((8 * tensor * pipeline)) "$@"
 }
 
 nvidia-smi --query-gpu=name,memory.total --format=csv,noheader
@@ -30,5 +27,3 @@ for strategy in zero1 zero3; do
     run "tensor2_pipeline2_$strategy" $strategy 2 2 --remat none
   fi
 done
-rm -f "$out"/*.txt
-find "$out" -name '*.err' -empty -delete

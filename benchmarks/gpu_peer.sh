@@ -18,7 +18,6 @@ here=$(cd "$(dirname "$0")" && pwd)
 out=${OUT:-$here/out}
 model=${MODEL:-llama-7b}
 layers=${LAYERS:-}
-mkdir -p "$out"
 gpus=${GPUS:-$(nvidia-smi -L | wc -l)}
 
 run() {  # name
@@ -56,16 +55,5 @@ peer() {
 
 [ "${1:-}" = --one ] && { run "$2"; exit; }
 for name in ${*:-ours_bf16 peer_bf16 ours_fp32 peer_fp32}; do
-  key="$model${layers:+ $layers layers}: $name"
-  grep -qF "{\"name\": \"$key\"," "$out/results.jsonl" 2>/dev/null && continue
-  log="$out/${key//[ :]/_}"
-  timeout -k 10 "${LIMIT_S:-120}" "$0" --one "$name" > "$log.txt" 2> "$log.err"
-  if grep -q '^{' "$log.txt"; then
-    grep '^{' "$log.txt" | tail -1 | sed "s/^{/{\"name\": \"$key\", /" | tee -a "$out/results.jsonl" | cut -c1-1500
-  else
-    echo "$key: exit $?, no figures"
-    tail -5 "$log.err"
-  fi
-  rm -f "$log.txt"
+  "$here/record.sh" "$out/results.jsonl" "$model${layers:+ $layers layers}: $name" "${LIMIT_S:-120}" "$0" --one "$name"
 done
-find "$out" -name '*.err' -empty -delete
