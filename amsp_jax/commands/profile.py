@@ -6,8 +6,9 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,24 @@ def run(args: argparse.Namespace) -> None:
     Raises:
       UserError: a mistake in the arguments or settings; a trace without steps.
     """
-    with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+    with _stdout_to_stderr() if args.json else contextlib.nullcontext():
         found = _profile(args)
     if found is not None:
         print(json.dumps(found))
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """The descriptor as well, to which Gloo and NCCL write."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _profile(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -70,7 +85,7 @@ def _profile(args: argparse.Namespace) -> dict[str, Any] | None:
     trace, program = read_trace(captured.trace), read_program(captured.program, job.plan.mesh)
     steps = all_executions(trace, program)
     found = report.Profile(
-        title=f"{job.model.name}, {job.plan.strategy} on {len(layout.devices)} x {layout.device_kind}",
+        title=_title(job),
         num_steps=min(map(len, steps.values())),
         devices={device: median([break_down(one) for one in ran]) for device, ran in steps.items()},
         is_cpu=trace.is_cpu,
@@ -108,6 +123,12 @@ def _job(args: argparse.Namespace) -> tuple[Job, list[str]]:
         config = dataclasses.replace(config, strategy=chosen.strategy, cluster=None)
     job = prepare(config, built.model, built.vocab_size, layout)
     return job, [*(chosen.lines if chosen else ()), built.attention, *layout.notes]
+
+
+def _title(job: Job) -> str:
+    parallel = f" {job.plan.parallel}" if job.plan.parallel.total > 1 else ""
+    devices = f"{len(job.layout.devices)} x {job.layout.device_kind}"
+    return f"{job.model.name}, {job.plan.strategy}{parallel} on {devices}"
 
 
 def _folder(out: Path, job: Job) -> Path:
