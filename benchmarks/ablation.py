@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import measure
 from measure import COMPUTE_DTYPE, Size
@@ -25,14 +25,15 @@ from strategies import add_size_arguments, named, size_of
 
 from amsp_jax import launch
 from amsp_jax.cli import add_device_arguments
-from amsp_jax.model import Model
+from amsp_jax.model import Batch, Model
 from amsp_jax.plan import Plan, make_plan
+from amsp_jax.state import TrainState
 from amsp_jax.step import StepSettings
 from amsp_jax.strategy import DataRanks
 
 STRATEGIES = ("params=replica grads=node opt_state=full", "zero1", "mics", "zero3")
 SYNCHRONOUS = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
-NUM_TURNS, NUM_LEAST = 4, 2
+NUM_WARMUP, NUM_TURNS, NUM_LEAST = 2, 4, 2
 # Of a strategy, before one has been measured.
 FIRST_GUESS_S = 60.0
 
@@ -78,7 +79,7 @@ def main() -> None:
     end, longest_s = time.monotonic() + args.budget_s, FIRST_GUESS_S
     for strategy in (s for s in names if s not in done):
         begin = time.monotonic()
-        if not launch.from_process_0(lambda limit=begin + longest_s: limit < end):
+        if not measure.has_time(longest_s, end):
             launch.say(f"no time for {strategy}")
             break
         for row in measured(layout, ranks, size, strategy, args):
@@ -116,13 +117,7 @@ def measured(layout: launch.Layout, ranks: DataRanks, size: Size, strategy: str,
     ]
     state = measure.filled_state(model, plan)
     batches = [measure.random_batch(plan, shape, model, i) for i in range(2)]
-    times = [measure.StepTimes() for _ in parts]
-    num_steps, most_s = args.steps // NUM_TURNS, args.most_s / NUM_TURNS
-    for turn, (i, step) in itertools.product(range(NUM_TURNS), enumerate(steps)):
-        # In the first turn the communicators are made.
-        num_warmup = 1 if turn else 2
-        state, new = measure.time_steps(step.program, state, batches, num_warmup, num_steps, most_s, NUM_LEAST)
-        times[i] += new
+    times = in_turns([step.program for step in steps], state, batches, args)
     rows = []
     for part, step, each in zip(parts, steps, times, strict=True):
         options = part.options(layout, model, plan)
@@ -130,6 +125,26 @@ def measured(layout: launch.Layout, ranks: DataRanks, size: Size, strategy: str,
         row |= {**measure.surroundings(layout, size, attention, options), **step.row()}
         rows.append(row | {"mfu": size.mfu(row)})
     return rows
+
+
+def in_turns(
+    programs: Sequence[Any], state: TrainState, batches: Sequence[Batch], args: argparse.Namespace
+) -> list[measure.StepTimes]:
+    """Some steps of each program, of each again, and so on; those that take long get fewer."""
+    times: list[measure.StepTimes] = []
+    for program in programs:
+        state, warm = measure.run_steps(program, state, batches, NUM_WARMUP)
+        times.append(measure.StepTimes(losses=warm.losses, warmup_s=warm.times_s))
+
+    def steps_of_a_turn() -> list[int]:
+        fitting = [int(min(args.most_s / each.warmup_s[-1], args.steps) / NUM_TURNS) for each in times]
+        return [max(NUM_LEAST, num_steps) for num_steps in fitting]
+
+    num_steps = launch.from_process_0(steps_of_a_turn)
+    for _, (i, program) in itertools.product(range(NUM_TURNS), enumerate(programs)):
+        state, new = measure.run_steps(program, state, batches, num_steps[i])
+        times[i] += new
+    return times
 
 
 def report(rows: Sequence[Row]) -> str:
@@ -150,4 +165,4 @@ def report(rows: Sequence[Row]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

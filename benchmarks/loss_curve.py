@@ -16,8 +16,7 @@ import dataclasses
 import datetime
 import json
 import statistics
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +101,7 @@ def run(job: Job, program: Any) -> list[float]:
     return [float(loss) for loss in losses]
 
 
-def compare(losses: dict[str, Sequence[float]]) -> dict[str, float]:
+def compare(losses: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Relative differences over the steps, largest and median: without overlap, and of two runs with it."""
     noise = differences(losses["overlap"], losses["overlap again"])
     change = differences(losses["overlap"], losses["no overlap"])
@@ -118,4 +117,4 @@ def differences(a: Sequence[float], b: Sequence[float]) -> list[float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

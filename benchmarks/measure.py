@@ -238,6 +238,11 @@ def time_steps(
     return state, StepTimes(timed.times_s, warm.losses + timed.losses, warm.times_s)
 
 
+def has_time(needed_s: float, end: float) -> bool:
+    """Whether process 0 can do what takes so long before `end` on the clock of `time.monotonic`."""
+    return launch.from_process_0(lambda: time.monotonic() + needed_s < end)
+
+
 def compiled_bytes(program: Any) -> dict[str, int]:
     """XLA's own account of one device; donated arguments come back as outputs and count once."""
     analysis = program.memory_analysis()
@@ -255,8 +260,8 @@ def peak_bytes() -> int:
 
 def mfu(model: Model, device_kind: str, tokens_per_s_per_device: float, seq_len: int) -> float | None:
     """Of the device's peak, None where that is not known: `ModelNumbers.flops_per_token` times tokens."""
-    peak = peak_flops(device_kind)
-    return tokens_per_s_per_device * model.numbers.flops_per_token(seq_len) / peak if peak else None
+    peak, numbers = peak_flops(device_kind), model.numbers
+    return tokens_per_s_per_device * numbers.flops_per_token(seq_len) / peak if peak and numbers else None
 
 
 def measured(

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -46,8 +45,7 @@ def draw_peer(rows: Sequence[Row], path: Path) -> None:
         group, side, mfu = peer_bar(row)
         bars = groups.setdefault(group, {})
         bars[side] = max(bars.get(side, 0.0), mfu * 100)
-    axes = bars_of(groups, "{:.1f}", "MFU, %", "Best settings of each side")
-    save(axes, path)
+    bars_of(groups, "{:.1f}", "MFU, %", "Best settings of each side").savefig(path, dpi=150)
 
 
 def peer_bar(row: Row) -> tuple[str, str, float]:
@@ -65,9 +63,9 @@ def draw_strategies(rows: Sequence[Row], path: Path) -> None:
         base = min(timed, key=lambda row: (not row["is_choice"], row["step_s"]))["step_s"]
         groups[f"{n} microbatch{'es' * (n > 1)}"] = {label(row): row["step_s"] / base for row in timed}
     what = "planner's choice" if any(row["is_choice"] for row in rows) else "fastest"
-    axes = bars_of(groups, "{:.2f}", f"step time over that of the {what}", "Strategies: " + place(rows[0]))
-    axes.axhline(1, color="#333333", linewidth=0.8)
-    save(axes, path)
+    figure = bars_of(groups, "{:.2f}", f"step time over that of the {what}", "Strategies: " + place(rows[0]))
+    figure.axes[0].axhline(1, color="#333333", linewidth=0.8)
+    figure.savefig(path, dpi=150)
 
 
 def label(row: Row) -> str:
@@ -84,8 +82,8 @@ def draw_ablation(rows: Sequence[Row], path: Path) -> None:
         base = slowest.setdefault(row["strategy"], row["step_s"])
         # One word a line: below the axis there is little room.
         groups.setdefault(label(row).replace(" ", "\n"), {})[row["part"]] = row["step_s"] / base
-    axes = bars_of(groups, "{:.2f}", "step time over that without overlap", "Overlap, part by part: " + place(rows[0]))
-    save(axes, path)
+    title = "Overlap, part by part: " + place(rows[0])
+    bars_of(groups, "{:.2f}", "step time over that without overlap", title).savefig(path, dpi=150)
 
 
 def place(row: Row) -> str:
@@ -114,7 +112,7 @@ def draw_loss_curve(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def bars_of(groups: Groups, form: str, ylabel: str, title: str) -> Axes:
+def bars_of(groups: Groups, form: str, ylabel: str, title: str) -> Figure:
     """Grouped bars with their values over them; a series keeps its colour, and one that a group lacks has no gap."""
     series = list(dict.fromkeys(name for bars in groups.values() for name in bars))
     widest = max(len(bars) for bars in groups.values())
@@ -134,7 +132,7 @@ def bars_of(groups: Groups, form: str, ylabel: str, title: str) -> Axes:
     axes.set_ylabel(ylabel)
     axes.set_title(title, loc="left", fontweight="bold")
     decorate(axes)
-    return axes
+    return figure
 
 
 def decorate(axes: Axes) -> None:
@@ -143,10 +141,6 @@ def decorate(axes: Axes) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-
-
-def save(axes: Axes, path: Path) -> None:
-    axes.figure.savefig(path, dpi=150)
 
 
 PICTURES: Mapping[str, Callable[[Sequence[Row], Path], None]] = {
@@ -158,4 +152,4 @@ PICTURES: Mapping[str, Callable[[Sequence[Row], Path], None]] = {
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -62,7 +61,7 @@ def main() -> None:
     missing = launch.from_process_0(lambda: [vars(s) for s in left(read_rows(args.out), settings(names, chosen, args))])
     end = time.monotonic() + args.budget_s
     for setting in (Setting(**each) for each in missing):
-        if not launch.from_process_0(lambda: time.monotonic() + expected_s(read_rows(args.out)) < end):
+        if not measure.has_time(expected_s(read_rows(args.out)), end):
             launch.say(f"no time for {setting}")
             break
         strategy, n = setting.strategy, setting.accumulation
@@ -95,7 +94,7 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overrides", type=ast.literal_eval, help="other than the size's, \"{'num_layers': 8}\"")
     parser.add_argument("--microbatch", type=int, help="sequences a device computes at once, other than the size's")
     parser.add_argument("--steps", type=int, default=20, help="timed, fewer if they take long")
-    parser.add_argument("--most-s", type=float, default=10.0, help="how long")
+    parser.add_argument("--most-s", type=float, default=8.0, help="of a setting's timed steps, seconds")
 
 
 def size_of(args: argparse.Namespace) -> Size:
@@ -171,4 +170,4 @@ def ratio(row: Row, alike: Sequence[Row]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

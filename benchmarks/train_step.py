@@ -142,17 +142,18 @@ def compiled(
         step = measure.compile_step(model, plan, settings, shape, options)
         program = step.program
         seconds = {"trace_s": round(step.trace_s, 1), "compile_s": round(step.compile_s, 1)}
-    memory = program.memory_analysis()
+    num_bytes = measure.compiled_bytes(program)
     return program, {
         "compiler_options": options, **seconds,
-        "argument_gib": round(memory.argument_size_in_bytes / 2**30, 2),
-        "temp_gib": round(memory.temp_size_in_bytes / 2**30, 2),
+        "argument_gib": round(num_bytes["arguments"] / 2**30, 2),
+        "temp_gib": round(num_bytes["temporary"] / 2**30, 2),
     }  # fmt: skip
 
 
 def timed(
     args: argparse.Namespace, program: Any, model: Model, plan: Plan, shape: tuple[int, int, int], devices_per_rank: int
 ) -> dict[str, Any]:
+    assert model.numbers, f"{model.name} does not say how many FLOPs a token takes"
     state = measure.initial_state(model, plan)
     batches = [measure.random_batch(plan, shape, model, i) for i in range(4)]
     state, times = measure.time_steps(program, state, batches, args.warmup, args.steps)
