@@ -15,8 +15,9 @@ from typing import Any
 from amsp_jax import auto, cli, launch
 from amsp_jax.errors import UserError
 from amsp_jax.job import Job, prepare
-from amsp_jax.profiling import capture, plot_step, read_program, read_trace, report
+from amsp_jax.profiling import Captured, capture, plot_step, read_program, read_trace, report
 from amsp_jax.profiling.breakdown import Execution, all_executions, break_down, median
+from amsp_jax.profiling.capture import NUM_WARMUP
 from amsp_jax.strategy import parse
 
 PICTURE_FILE, JSON_FILE, TABLE_FILE = "timeline.png", "profile.json", "profile.txt"
@@ -54,9 +55,9 @@ def run(args: argparse.Namespace) -> None:
       UserError: a mistake in the arguments or settings; a trace without steps.
     """
     with _stdout_to_stderr() if args.json else contextlib.nullcontext():
-        found = _profile(args)
-    if found is not None:
-        print(json.dumps(found))
+        numbers = _profile(args)
+    if args.json:
+        launch.say(json.dumps(numbers))
 
 
 @contextlib.contextmanager
@@ -73,15 +74,19 @@ def _stdout_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def _profile(args: argparse.Namespace) -> dict[str, Any] | None:
-    """What to print as JSON, in process 0 if it is asked for."""
+def _profile(args: argparse.Namespace) -> dict[str, Any]:
+    """Process 0's numbers, in every process: the others stay until they are there."""
     job, lines = _job(args)
-    layout, folder = job.layout, _folder(args.out, job)
+    folder = _folder(args.out, job)
     launch.say(str(job.plan), f"batch: {job.batch}", *lines)
+    launch.say(f"{NUM_WARMUP} steps of warm-up, then {args.steps} under the profiler")
     captured = capture(job, args.steps, folder)
-    if layout.process_index != 0:
-        return None
+    launch.own_watch().doing("reading the trace")
+    return launch.from_process_0(lambda: _report(job, captured, folder))
 
+
+def _report(job: Job, captured: Captured, folder: Path) -> dict[str, Any]:
+    """Prints and writes what the trace says."""
     trace, program = read_trace(captured.trace), read_program(captured.program, job.plan.mesh)
     steps = all_executions(trace, program)
     found = report.Profile(
@@ -93,12 +98,12 @@ def _profile(args: argparse.Namespace) -> dict[str, Any] | None:
     table = report.text(found)
     picture = plot_step(_typical(next(iter(steps.values()))), folder / PICTURE_FILE, found.title)
     files = {"trace": str(captured.trace), "picture": str(picture)}
-    answer = {**report.to_json(found), **files}
-    (folder / JSON_FILE).write_text(json.dumps(answer, indent=1) + "\n")
+    numbers = {**report.to_json(found), **files}
+    (folder / JSON_FILE).write_text(json.dumps(numbers, indent=1) + "\n")
     (folder / TABLE_FILE).write_text(table + "\n")
     view = f"to look at the trace: pip install xprof tensorboard; tensorboard --logdir {folder}"
     print("", table, "", *(f"{name}: {path}" for name, path in files.items()), view, sep="\n")
-    return answer if args.json else None
+    return numbers
 
 
 def _job(args: argparse.Namespace) -> tuple[Job, list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -73,7 +74,7 @@ class StepProgram:
     def find(self, op: str, kernel: str, starts: Mapping[str, str]) -> Op:
         """What a kernel does: by its operation, by the asynchronous start that launched it, then by its own name."""
         found = self.ops.get(op) or self.ops.get(starts.get(op, ""))
-        if found is None and re.match(r"n?ccl|rccl", kernel):
+        if found is None and kernel.startswith(("nccl", "rccl")):
             found = self._collective(kernel)
         found = found or Op(Work.OTHER)
         is_copy = kernel.startswith(("Memcpy", "Memset")) and found.work in (Work.OTHER, Work.OPTIMIZER)
@@ -103,13 +104,14 @@ def read_program(text: str, mesh: HasMeshShape) -> StepProgram:
 def _collectives(program: Program, mesh: HasMeshShape) -> dict[str, Op]:
     """By the names of their starts, or of the fusions that they are in."""
     found: dict[str, Op] = {}
+    axes_of = functools.cache(functools.partial(_axes, mesh))
     for name, _, _ in reachable(program):
         lines = program.computations[name]
         named = [(operation.start.name, operation) for operation in operations(program, lines)]
         named += [(operation.collective.name, operation) for operation in operations(program, lines)]
         named += [(line.name, operation) for line in lines for operation in _fused(program, line)]
         for op, operation in named:
-            axes = _axes(mesh, operation.kind, operation.groups)
+            axes = axes_of(operation.kind, operation.groups)
             found[op] = Op(Work.COMMUNICATION, operation.kind, axes)
     return found
 
