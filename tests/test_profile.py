@@ -29,6 +29,8 @@ from amsp_jax.profiling.trace import Event, Trace
 DATA = Path(__file__).parent / "data"
 LAYERS, HIDDEN, FFN, VOCABULARY, HEADS, SEQ_LEN, ROWS = 8, 4096, 11008, 32000, 32, 4096, 2
 GRID_NS = 50
+# Of jaxlib's own types, on Python 3.12 and later.
+pytestmark = pytest.mark.filterwarnings("ignore:builtin type .* has no __module__ attribute:DeprecationWarning")
 
 
 @pytest.fixture(scope="module")
