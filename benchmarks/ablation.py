@@ -75,18 +75,18 @@ def main() -> None:
     layout = measure.set_up(args)
     ranks, size = DataRanks(layout.devices_per_node, layout.num_nodes), size_of(args)
     names = named(args.strategy, ranks)
-    done = launch.from_process_0(lambda: [row["strategy"] for row in read_rows(args.out)])
-    end, longest_s = time.monotonic() + args.budget_s, FIRST_GUESS_S
-    for strategy in (s for s in names if s not in done):
+    done = launch.from_process_0(lambda: [[row["strategy"], row["accumulation"]] for row in read_rows(args.out)])
+    end, last_s = time.monotonic() + args.budget_s, FIRST_GUESS_S
+    for strategy in (s for s in names if [s, args.accumulation] not in done):
         begin = time.monotonic()
-        if not measure.has_time(longest_s, end):
+        if not measure.has_time(last_s, end):
             launch.say(f"no time for {strategy}")
             break
         for row in measured(layout, ranks, size, strategy, args):
             if layout.process_index == 0:
                 append_row(args.out, row | {"names": names[strategy]})
-        longest_s = time.monotonic() - begin
-        launch.say(f"{strategy}: {longest_s:.1f} s")
+        last_s = time.monotonic() - begin
+        launch.say(f"{strategy}: {last_s:.1f} s")
     if layout.process_index == 0:
         print(report(read_rows(args.out)))
 
@@ -149,14 +149,14 @@ def in_turns(
 
 def report(rows: Sequence[Row]) -> str:
     """By strategy: each part's time, over it that of the part before, and that of no overlap."""
-    heads = ["strategy", "overlap", "step ms (min, max)", "gain of this part", "gain of all so far"]
+    heads = ["microbatches", "strategy", "overlap", "step ms (min, max)", "gain of this part", "gain of all so far"]
     lines, first, before = [], rows[0], rows[0]
     for row in rows:
         if row["part"] == PARTS[0].name:
             first = before = row
         lines.append(
             [
-                ", ".join(row["names"]), row["part"], step_times(row),
+                str(row["accumulation"]), ", ".join(row["names"]), row["part"], step_times(row),
                 f"{before['step_s'] / row['step_s']:.3f}x", f"{first['step_s'] / row['step_s']:.3f}x",
             ]
         )  # fmt: skip
