@@ -45,11 +45,11 @@ def plot_step(execution: Execution, path: Path, title: str) -> Path:
     close_up = _most_exposed([part for parts in exposed.values() for part in parts], whole)
     for axes, window in zip(figure.subplots(2, 1), (whole, close_up), strict=True):
         _draw(axes, execution, lanes, window)
-        axes.set_xlabel("ms since the step began")
     upper, lower = figure.axes
     upper.axvspan(*_ms(close_up, execution), facecolor="none", edgecolor="#777777", linestyle=":", linewidth=1.2)
     upper.set_title(title, loc="left", fontweight="bold")
-    lower.set_title("The dotted part: where the most communication is exposed", loc="left", fontsize=10)
+    why = ": where the most communication is exposed" if lanes else ""
+    lower.set_title(f"The dotted part{why}", loc="left", fontsize=10)
     figure.legend(handles=_legend(execution, bool(lanes)), loc="outside lower left", ncols=8, frameon=False)
     figure.savefig(path, dpi=150)
     return path
@@ -76,13 +76,18 @@ def _draw(axes: Axes, execution: Execution, lanes: Sequence[Collective], window:
     for row, lane in enumerate(lanes, start=1):
         ran = [kernel.interval for kernel in kernels if (kernel.op.kind, kernel.op.axes) == lane]
         _bars(axes, execution, row, ran, window, _HIDDEN)
-        _bars(axes, execution, row, exposed[lane], window, _EXPOSED)
+        _bars(axes, execution, row, exposed[lane], window, _EXPOSED, closes_gaps=False)
     busy = union(kernel.interval for kernel in kernels)
-    _bars(axes, execution, len(lanes) + 1, minus((execution.start_ns, execution.end_ns), busy), window, _NOTHING)
-    names = ["compute", *(f"{kind}\n{axes_}" for kind, axes_ in lanes), "nothing runs"]
+    idle = minus((execution.start_ns, execution.end_ns), busy)
+    _bars(axes, execution, len(lanes) + 1, idle, window, _NOTHING, closes_gaps=False)
+    _dress(axes, ["compute", *(f"{kind}\n{along}" for kind, along in lanes), "nothing runs"])
+    axes.set_xlim(*_ms(window, execution))
+
+
+def _dress(axes: Axes, names: Sequence[str]) -> None:
+    axes.set_xlabel("ms since the step began")
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlim(*_ms(window, execution))
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     for row in range(len(names)):
@@ -90,10 +95,19 @@ def _draw(axes: Axes, execution: Execution, lanes: Sequence[Collective], window:
 
 
 def _bars(
-    axes: Axes, execution: Execution, row: int, intervals: Iterable[Interval], window: Interval, color: str
+    axes: Axes,
+    execution: Execution,
+    row: int,
+    intervals: Iterable[Interval],
+    window: Interval,
+    color: str,
+    closes_gaps: bool = True,
 ) -> None:
-    """Not snapped to pixels: what is thinner than one is as pale as it is short. Unseen gaps are closed."""
-    unseen = (window[1] - window[0]) / _FINEST
+    """Not snapped to pixels: what is thinner than one is as pale as it is short.
+
+    Pale edges of kernels that follow one another would add up to a stripe, so gaps that cannot be seen are closed.
+    """
+    unseen = (window[1] - window[0]) / _FINEST if closes_gaps else 0.0
     merged = union((start, end + unseen) for start, end in _clipped(intervals, window))
     ends = (_ms((start, end - unseen), execution) for start, end in merged)
     bars = [(start, end - start) for start, end in ends]
