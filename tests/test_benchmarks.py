@@ -257,13 +257,14 @@ def test_a_second_start_finds_the_step_in_the_cache(tmp_path):
     [
         ["strategies.py", "--size", "tiny", "--accumulation", "2", "--strategy", "zero1", "--out", "rows.jsonl"],
         ["ablation.py", "--size", "tiny", "--strategy", "zero3", "--out", "rows.jsonl"],
-        ["loss_curve.py", "--gin_file", "configs/quickstart.gin", "--out", "."],
+        ["loss_curve.py", "--gin_file", "configs/quickstart.gin", "--out", ".", "--set", "DATA=text.txt"],
     ],
     ids=lambda command: command[0],
 )
 def test_it_runs(command, tmp_path):
     grid = ["--simulated-nodes", "2", "--simulated-devices-per-node", "1", "--steps", "4"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(5000)))
     program = [sys.executable, BENCHMARKS / command[0], *command[1:], *grid]
     done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
