@@ -261,6 +261,23 @@ def test_a_copy_inside_other_work_is_a_copy() -> None:
     assert found.find("m", "Memset 3", {}).work is Work.MATMUL
 
 
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [
+        ("jit(step)/shard_map/while/body/mul", "jit(step)/while/body/mul"),
+        ("jit(step)/transpose(jvp())/mul", "jit(step)/mul"),
+        ("jit(step)/while/body/closed_call/mul", "jit(step)/jit(_where)/select_n"),
+    ],
+    ids=["devices", "one device", "one device, microbatches"],
+)
+def test_what_is_outside_the_model_is_the_optimizer(model: str, optimizer: str) -> None:
+    paths = {"m": model, "o": optimizer}
+    lines = [f'  %{name} = f32[8] negate(%x), metadata={{op_name="{path}"}}' for name, path in paths.items()]
+    text = "\n".join(["HloModule jit_step", "ENTRY %main (x: f32[8]) -> f32[8] {", *lines, "}"])
+    ops = read_program(text, AbstractMesh((2,), ("a",))).ops
+    assert (ops["m"].work, ops["o"].work) == (Work.OTHER, Work.OPTIMIZER)
+
+
 MICRO = [
     "--gin.MODEL=llama-tiny",
     "--gin.MODEL_OVERRIDES={'num_layers':2,'hidden':16,'ffn':32,'num_heads':2,'num_kv_heads':2,'vocab_size':258}",

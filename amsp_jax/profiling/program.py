@@ -18,9 +18,10 @@ _COPIES = frozenset(
     {"copy", "copy-start", "dynamic-update-slice", "dynamic-slice", "slice", "concatenate", "transpose", "pad"}
 )
 _MOVES = _COPIES | {"parameter", "bitcast", "constant", "tuple", "get-tuple-element", "reshape", "broadcast"}
-# The step's own mathematics is inside shard_map; what optax does is outside (docs/design/step.md).
 _OP_NAME = re.compile(r'op_name="(jit\([^"]*)"')
-_INSIDE = "shard_map"
+# The step's own mathematics is inside shard_map; what optax does is outside (docs/design/step.md). One device has no
+# shard_map, and there it is what is differentiated or repeated for each microbatch.
+_INSIDE, _INSIDE_ONE_DEVICE = ("shard_map",), ("jvp(", "transpose(", "while", "closed_call", "checkpoint")
 _KERNEL_KINDS = {
     "AllGather": "all-gather",
     "ReduceScatter": "reduce-scatter",
@@ -93,7 +94,8 @@ def read_program(text: str, mesh: HasMeshShape) -> StepProgram:
     module = re.match(r"HloModule ([\w.\-]+)", text)
     lines = [line for name, _, _ in reachable(program) for line in program.computations[name]]
     flops = hlo.op_flops(program)
-    ops = {line.name: Op(_work(program, line, flops[line.name]), flops=flops[line.name]) for line in lines}
+    inside = _INSIDE if "/shard_map/" in text else _INSIDE_ONE_DEVICE
+    ops = {line.name: Op(_work(program, line, flops[line.name], inside), flops=flops[line.name]) for line in lines}
     return StepProgram(
         module=module[1] if module else "",
         ops={**ops, **_collectives(program, mesh)},
@@ -134,17 +136,18 @@ def _axes(mesh: HasMeshShape, kind: str, groups: hlo.Groups) -> str:
     return f"groups of {len(next(iter(groups)))}"
 
 
-def _work(program: Program, line: Instruction, flops: hlo.Flops) -> Work:
-    inside = [one for name in line.called() for one in program.computations.get(name, ())]
-    names = [found[1] for one in (line, *inside) if (found := _OP_NAME.search(one.attributes))]
+def _work(program: Program, line: Instruction, flops: hlo.Flops, inside: tuple[str, ...]) -> Work:
+    """The class; operations outside the optimizer have a part in their names that begins with one of `inside`."""
+    fused = [one for name in line.called() for one in program.computations.get(name, ())]
+    names = [found[1] for one in (line, *fused) if (found := _OP_NAME.search(one.attributes))]
     if flops.attention or (line.opcode == "custom-call" and _is_attention(line, names)):
         return Work.ATTENTION
     if flops.matmul:
         return Work.MATMUL
-    outside = [_INSIDE not in name.split("/") for name in names]
+    outside = [not any(part.startswith(inside) for part in name.split("/")) for name in names]
     if sum(outside) > len(outside) / 2:
         return Work.OPTIMIZER
-    opcodes = {one.opcode for one in inside} or {line.opcode}
+    opcodes = {one.opcode for one in fused} or {line.opcode}
     return Work.COPIES if opcodes <= _MOVES and opcodes & _COPIES else Work.OTHER
 
 

@@ -63,7 +63,8 @@ def _step_table(profile: Profile) -> str:
     for field, name in names.items():
         seconds = getattr(first, field)
         rows.append([name, _ms(seconds), f"{seconds / first.step_s:.1%}", *_spread(profile, field, _ms)])
-    rows.append(["overlap", "", f"{first.overlap:.1%}", *_spread(profile, "overlap", lambda share: f"{share:.1%}")])
+    if first.communication_s:
+        rows.append(["overlap", "", f"{first.overlap:.1%}", *_spread(profile, "overlap", lambda share: f"{share:.1%}")])
     table = _table(rows)
     rates = {"matmul": first.matmul_flops_per_s, "attention": first.attention_flops_per_s}
     lines = [f"{name}: {_flops(rate)}/s while it runs" for name, rate in rates.items() if rate]
