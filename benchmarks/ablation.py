@@ -15,16 +15,14 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import measure
 from measure import COMPUTE_DTYPE, Size
 from rows import Row, append_row, read_rows, step_times, table
-from strategies import add_size_arguments, named, size_of
+from strategies import make_parser, named, size_of
 
 from amsp_jax import launch
-from amsp_jax.cli import add_device_arguments
 from amsp_jax.model import Batch, Model
 from amsp_jax.plan import Plan, make_plan
 from amsp_jax.state import TrainState
@@ -92,13 +90,8 @@ def main() -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
-    parser.add_argument("--strategy", nargs="+", default=STRATEGIES)
+    parser = make_parser(__doc__, STRATEGIES)
     parser.add_argument("--accumulation", type=int, default=4, help="microbatches of a step")
-    parser.add_argument("--budget-s", type=float, default=1e9, help="begin no strategy that would end later")
-    add_size_arguments(parser)
-    add_device_arguments(parser)
     return parser.parse_args()
 
 

@@ -77,28 +77,29 @@ def main() -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
-    parser.add_argument("--strategy", nargs="+", default=NAMED)
+    parser = make_parser(__doc__, NAMED)
     parser.add_argument("--accumulation", nargs="+", type=int, default=ACCUMULATIONS, help="microbatches of a step")
     parser.add_argument("--cluster", help="a calibrated cluster file: measures the planner's choice, too")
-    parser.add_argument("--budget-s", type=float, default=1e9, help="begin nothing that would end later")
-    add_size_arguments(parser)
-    add_device_arguments(parser)
     return parser.parse_args()
 
 
-def add_size_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is trained, and for how long; `size_of` reads it."""
+def make_parser(description: str | None, strategies: Sequence[str]) -> argparse.ArgumentParser:
+    """The arguments of a benchmark that measures strategies into a file; `size_of` reads what is trained."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
+    parser.add_argument("--strategy", nargs="+", default=strategies)
+    parser.add_argument("--budget-s", type=float, default=1e9, help="begin nothing that would end later")
     parser.add_argument("--size", choices=SIZES, default="wide")
     parser.add_argument("--overrides", type=ast.literal_eval, help="other than the size's, \"{'num_layers': 8}\"")
     parser.add_argument("--microbatch", type=int, help="sequences a device computes at once, other than the size's")
     parser.add_argument("--steps", type=int, default=20, help="timed, fewer if they take long")
     parser.add_argument("--most-s", type=float, default=8.0, help="of a setting's timed steps, seconds")
+    add_device_arguments(parser)
+    return parser
 
 
 def size_of(args: argparse.Namespace) -> Size:
-    """The size that `add_size_arguments` describes."""
+    """The size that the arguments describe."""
     changes = {"overrides": args.overrides, "microbatch": args.microbatch}
     return dataclasses.replace(SIZES[args.size], **{name: value for name, value in changes.items() if value})
 
