@@ -140,10 +140,11 @@ def model_on(layout: launch.Layout, size: Size) -> tuple[Model, str]:
 
 
 def compiler_options(layout: launch.Layout, model: Model, plan: Plan, settings: StepSettings) -> dict[str, str]:
-    """Those of `train.py`."""
+    """Those of `train.py`; what `XLA_FLAGS` says wins."""
     if layout.platform == "cpu":
         return {}
-    return xla_flags.combine_thresholds(model, plan.degrees, plan.compute_dtype, settings.reduce_dtype)
+    options = xla_flags.combine_thresholds(model, plan.degrees, plan.compute_dtype, settings.reduce_dtype)
+    return xla_flags.without(options, os.environ.get("XLA_FLAGS", ""))
 
 
 def compile_step(

@@ -1,6 +1,7 @@
 """The benchmarks on simulated devices: what is measured once, what a row says, and the arithmetic of tables."""
 
 import argparse
+import ast
 import json
 import os
 import pathlib
@@ -13,6 +14,7 @@ import pytest
 from amsp_jax.launch import Layout
 from amsp_jax.plan import make_plan
 from amsp_jax.strategy import DataRanks
+from models.registry import model_config
 
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -174,6 +176,15 @@ def test_pictures(tmp_path):
     for name, draw in plot.PICTURES.items():
         draw(sources[name], tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("name", ["llama-1b", "llama-7b"])
+def test_the_peer_has_our_shapes(name):
+    source = ast.parse((BENCHMARKS / "peer_fsdp2.py").read_text())
+    [presets] = [node.value for node in source.body if isinstance(node, ast.Assign) and node.targets[0].id == "PRESETS"]
+    c = model_config(name)
+    shapes = c.num_layers, c.hidden, c.ffn, c.num_heads, c.num_kv_heads, c.vocab_size
+    assert ast.literal_eval(presets)[name][:6] == shapes and not c.tied
 
 
 @pytest.fixture
