@@ -5,7 +5,6 @@ python tests/parallel_rows.py 3 17    # rows of the table; prints a line of JSON
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import sys
@@ -31,7 +30,7 @@ from parallel_table import Row
 from amsp_jax.model import Model
 from amsp_jax.optimizer import make_optimizer
 from amsp_jax.plan import Plan, plan_model
-from amsp_jax.state import TrainState, abstract_state, init_state
+from amsp_jax.state import TrainState
 from amsp_jax.step import StepSettings
 from amsp_jax.strategy import DataRanks
 from models.registry import build_model
@@ -57,6 +56,7 @@ def batches() -> list[dict[str, Any]]:
     return oracle.batches(rows=parallel_table.ROWS, steps=2)
 
 
+@functools.cache
 def optimizer(name: str) -> optax.GradientTransformation:
     """As the oracle's, with smaller sign-like updates: gradients of nine layers are less exact than of two."""
     return oracle.optimizer(name) if name == "sgd" else make_optimizer(name, 1e-4, weight_decay=0.1, clip_norm=0.3)
@@ -68,23 +68,8 @@ def one_device(model: Model) -> Run:
 
 
 @functools.cache
-def initial(model: Model) -> TrainState:
-    """On one device, from which that of every layout is made: `test_parallel_checkpoints` says that it is its own."""
-    return jax.device_get(init_state(model, optimizer("adamw"), one_device(model).plan, seed=3))
-
-
-def start(model: Model, name: str, plan: Plan) -> TrainState:
-    """The initial state of an optimizer under a plan."""
-    state, transform = initial(model), optimizer(name)
-    if name != "adamw":
-        state = dataclasses.replace(state, opt_state=transform.init(jax.tree.map(jnp.asarray, state.params)))
-    return oracle.stored(state, abstract_state(model, transform, plan))
-
-
-@functools.cache
 def expected(model: Model, name: str) -> tuple[list[Any], TrainState]:
-    run = one_device(model)
-    return run.train(optimizer(name), batches(), start(model, name, run.plan))
+    return one_device(model).train(optimizer(name), batches())
 
 
 def check(row: Row) -> None:
@@ -112,7 +97,7 @@ def check_layout(
     # A key bias moves every score of a softmax alike: its exact gradient is zero.
     zero = "k']['bias" if model.name.startswith("gpt") else ""
     for name in optimizers:
-        metrics, state = run.train(optimizer(name), batches(), start(model, name, plan))
+        metrics, state = run.train(optimizer(name), batches())
         expected_metrics, expected_state = expected(model, name)
         assert_equal_metrics(metrics, expected_metrics)
         assert_equal_states(state, expected_state, largest=name == "sgd", zero_gradient=zero)

@@ -1,4 +1,8 @@
-"""The compiled step holds the collectives of the design and no others: kind, group, shape, count, in a loop or not."""
+"""The compiled step holds the collectives of the design and no others: kind, group, shape, count, in a loop or not.
+
+Compiling it is the price, so what the cost model says of the step is held against the same program: its collectives
+by kind, axes, bytes and count, and the bytes of its arguments.
+"""
 
 import re
 from collections import Counter
@@ -9,11 +13,13 @@ import numpy as np
 import oracle
 import pytest
 from oracle import RANKS, plan_for
+from test_communication import predicted
+from test_memory import predicted_argument_bytes
 
 from amsp_jax import hlo
 from amsp_jax.state import abstract_state
 from amsp_jax.step import StepSettings, make_train_step
-from amsp_jax.strategy import all_degrees
+from amsp_jax.strategy import all_degrees, parse
 
 STRATEGIES = [
     "ddp",
@@ -26,17 +32,19 @@ STRATEGIES = [
     "params=replica grads=node opt_state=full",
     "params=2x1 grads=4x1 opt_state=4x2",
 ]
+# The triples that none of them is.
+OTHERS = sorted({str(d) for d in all_degrees(RANKS)} - {str(parse(s).resolve(RANKS)) for s in STRATEGIES})
+ROWS = 8
 
 
-def compiled_text(plan, accumulation, optimizer="adamw", settings=None, lowered=False):
+def lowered(plan, accumulation, optimizer="adamw", settings=None):
     model, optimizer = oracle.model("llama"), oracle.optimizer(optimizer)
     step = make_train_step(model, optimizer, plan, settings or StepSettings())
-    shape = (accumulation, oracle.ROWS // 3, oracle.SEQ)
+    shape = (accumulation, ROWS, oracle.SEQ)
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     batch = {k: jax.ShapeDtypeStruct(shape, d, sharding=plan.batch_sharding) for k, d in dtypes.items()}
     with jax.numpy_dtype_promotion("standard"):  # jax's XLA attention promotes bf16 in its backward pass
-        program = step.lower(abstract_state(model, optimizer, plan), batch, np.uint32(0))
-        return program.as_text() if lowered else program.compile().as_text()
+        return step.lower(abstract_state(model, optimizer, plan), batch, np.uint32(0))
 
 
 def expected(plan, accumulation):
@@ -71,40 +79,65 @@ def expected(plan, accumulation):
     return result
 
 
+def trips(plan, accumulation, found):
+    """By (kind, groups, bytes), how often each collective of arrays runs in a step."""
+    in_loop = accumulation - 2 if (plan.axes.grad or plan.axes.opt or plan.axes.replica) else accumulation
+    counts = Counter()
+    for c in found:
+        if not c.is_scalar:
+            counts[c.kind, c.groups, c.num_bytes] += in_loop if c.in_loop else 1
+    return counts
+
+
 def check(strategy, accumulation):
-    plan = plan_for(strategy, oracle.model("llama"))
-    found = hlo.collectives(compiled_text(plan, accumulation))
+    model = oracle.model("llama")
+    plan = plan_for(strategy, model)
+    program = lowered(plan, accumulation).compile()
+    found = hlo.collectives(program.as_text())
     arrays = Counter((c.kind, c.groups, c.shape, c.in_loop) for c in found if not c.is_scalar)
     assert arrays == expected(plan, accumulation)
     scalars = {(c.kind, c.in_loop, c.op) for c in found if c.is_scalar}
     # The sums of loss and weight, and those of the gradient norm, combined or not.
     assert all(kind == "all-reduce" and not in_loop for kind, in_loop, _ in scalars) and 1 <= len(scalars) <= 5
+    assert trips(plan, accumulation, found) == predicted(plan, accumulation)
+    num_bytes = predicted_argument_bytes(model, strategy, oracle.optimizer("adamw"), accumulation * ROWS)
+    assert program.memory_analysis().argument_size_in_bytes == num_bytes
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_collectives_of_the_compiled_step(strategy, accumulation):
+def test_the_compiled_step_is_the_designs_and_the_predicted_one(strategy, accumulation):
     check(strategy, accumulation)
+
+
+@pytest.mark.parametrize("strategy", [STRATEGIES[0], STRATEGIES[3], STRATEGIES[-1]])
+def test_two_microbatches_leave_no_loop(strategy):
+    """Of ranks that reduce, the first and the last microbatch are outside."""
+    check(strategy, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("strategy", [str(d) for d in all_degrees(RANKS)])
-def test_collectives_of_every_triple(strategy, accumulation):
+@pytest.mark.parametrize("strategy", OTHERS)
+def test_of_every_other_triple(strategy, accumulation):
     check(strategy, accumulation)
+
+
+def test_no_triple_is_left_out():
+    assert len({str(parse(s).resolve(RANKS)) for s in STRATEGIES} | set(OTHERS)) == 40
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_one_device_has_none(accumulation):
     plan = plan_for("zero3", oracle.model("llama"), oracle.DataRanks(1))
-    assert hlo.collectives(compiled_text(plan, accumulation)) == []
+    assert hlo.collectives(lowered(plan, accumulation).compile().as_text()) == []
 
 
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
 def test_dtypes_on_the_wire(reduce_dtype):
     """Parameters travel in the compute dtype, gradients in the reduction dtype, whatever the backend makes of it."""
     plan = plan_for("params=2x1 grads=4x1 opt_state=4x2", oracle.model("llama"), dtype=jnp.bfloat16)
-    text = compiled_text(plan, 2, settings=StepSettings(reduce_dtype=jnp.dtype(reduce_dtype)), lowered=True)
+    text = lowered(plan, 2, settings=StepSettings(reduce_dtype=jnp.dtype(reduce_dtype))).as_text()
     wire = {"float32": "f32", "bfloat16": "bf16"}[reduce_dtype]
     assert set(re.findall(r'"stablehlo.all_gather".*-> tensor<[\dx]+x(\w+)>', text)) == {"bf16"}
     scattered = re.findall(r'"stablehlo.reduce_scatter"[\s\S]*?\}\) : \(tensor<[\dx]+x(\w+)>\)', text)
@@ -115,6 +148,7 @@ def test_dtypes_on_the_wire(reduce_dtype):
 def test_other_optimizers_move_no_whole_leaf(optimizer):
     """XLA adds norms and factored statistics for the optimizer, no gathers of matrices."""
     plan = plan_for("zero3", oracle.model("llama"))
-    found = Counter((c.kind, c.groups, c.shape, c.in_loop) for c in hlo.collectives(compiled_text(plan, 1, optimizer)))
+    text = lowered(plan, 1, optimizer).compile().as_text()
+    found = Counter((c.kind, c.groups, c.shape, c.in_loop) for c in hlo.collectives(text))
     extra = found - expected(plan, 1)
     assert all(np.prod(shape, dtype=int) <= 64 for _, _, shape, _ in extra), extra

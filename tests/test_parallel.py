@@ -115,7 +115,8 @@ def test_evaluation_and_logits_are_those_of_one_device(name, parallel):
     plan, one = plan_of(model, "zero3", **parallel), parallel_rows.one_device(model).plan
     batch, results = parallel_rows.batches()[0], []
     for each, microbatches in ((plan, 3), (one, 1)):
-        params, placed = parallel_rows.start(model, "sgd", each).params, oracle.placed(each, batch, microbatches)
+        params = oracle.initial_state(model, oracle.optimizer("sgd"), each).params
+        placed = oracle.placed(each, batch, microbatches)
         sums = make_eval_step(model, each, StepSettings())(params, placed)
         logits = np.asarray(make_logits_step(model, each, StepSettings())(params, placed))
         results.append((float(sums.loss), float(sums.weight), logits.reshape(-1, *logits.shape[2:])))

@@ -98,7 +98,7 @@ def test_a_live_state_moves(old, new):
 def test_initial_states_are_bit_identical(name):
     true = true_state(model(), optimizer())
     state = to_true(init_state(model(), optimizer(), plan(name), seed=3), true)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), parallel_rows.initial(model()))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), oracle.initial(model(), optimizer()))
 
 
 def test_the_layouts_pad_differently():
