@@ -25,9 +25,9 @@ GATHERED = "gathered"
 def param_shard(leaf: LeafPlan, master: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The P shard of a step from the master's OS shard: cast, all-gather over the grad and opt axes.
 
-    Where P = OS the master itself is the P shard, and the cast happens at each use: no copy.
+    Where no copy is kept the master itself is the P shard, and the cast happens at each use.
     """
-    if not leaf.has_copy:
+    if not leaf.has_copy(dtype):
         return master
     return _all_gather(master.astype(dtype), leaf.grad_axes + leaf.opt_axes, leaf.dim)
 
@@ -46,23 +46,64 @@ def gather(leaf: LeafPlan, dtype: jnp.dtype, reduce_dtype: jnp.dtype, shard: jax
       sink: float32 zeros of the G shard's shape; never read.
     """
     del reduce_dtype, sink
+    return _gathered(leaf, dtype, shard)
+
+
+def _gathered(leaf: LeafPlan, dtype: jnp.dtype, shard: jax.Array) -> jax.Array:
     whole = _all_gather(shard.astype(dtype), leaf.param_axes, leaf.dim)
     return checkpoint_name(crop(whole, leaf.rank_shape), GATHERED)
 
 
 def _gather_fwd(leaf: LeafPlan, dtype: Any, reduce_dtype: Any, shard: jax.Array, sink: jax.Array) -> Any:
-    return gather(leaf, dtype, reduce_dtype, shard, sink), None
+    del reduce_dtype, sink
+    return _gathered(leaf, dtype, shard), None
 
 
 def _gather_bwd(leaf: LeafPlan, dtype: Any, reduce_dtype: Any, residual: None, grad: jax.Array) -> Any:
     del dtype, residual
-    grad = pad(grad, leaf.rank_storage_shape)
-    for axes in reduction_steps(leaf):
-        grad = _reduce_scatter(grad, axes, leaf.dim, reduce_dtype)
-    return None, grad.astype(jnp.float32)
+    return None, _reduce(leaf, grad, reduce_dtype)
 
 
 gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def gather_last(
+    leaf: LeafPlan, dtype: jnp.dtype, reduce_dtype: jnp.dtype, shard: jax.Array, total: Any, sink: jax.Array
+) -> jax.Array:
+    """`gather` in the last microbatch of a step: backward, what is reduced once a step is reduced here.
+
+    Args:
+      leaf, dtype, reduce_dtype, shard: as in `gather`.
+      total: the float32 G shard of the microbatches before, or None; the gradient is added to it.
+      sink: float32 zeros of the OS shard's shape, to which `reduce_accumulated` of that sum is given; never read.
+    """
+    del reduce_dtype, total, sink
+    return _gathered(leaf, dtype, shard)
+
+
+def _gather_last_fwd(leaf: LeafPlan, dtype: Any, reduce_dtype: Any, shard: Any, total: Any, sink: Any) -> Any:
+    del reduce_dtype, sink
+    return _gathered(leaf, dtype, shard), total
+
+
+def _gather_last_bwd(leaf: LeafPlan, dtype: Any, reduce_dtype: Any, total: Any, grad: jax.Array) -> Any:
+    del dtype
+    grad = _reduce(leaf, grad, reduce_dtype)
+    if total is not None:
+        grad = total + grad
+    return None, None, reduce_accumulated(leaf, grad, reduce_dtype)
+
+
+gather_last.defvjp(_gather_last_fwd, _gather_last_bwd)
+
+
+def _reduce(leaf: LeafPlan, grad: jax.Array, reduce_dtype: jnp.dtype) -> jax.Array:
+    """The float32 G shard of one microbatch's whole gradient."""
+    grad = pad(grad, leaf.rank_storage_shape)
+    for axes in reduction_steps(leaf):
+        grad = _reduce_scatter(grad, axes, leaf.dim, reduce_dtype)
+    return grad.astype(jnp.float32)
 
 
 def reduction_steps(leaf: LeafPlan) -> list[tuple[str, ...]]:

@@ -171,7 +171,8 @@ def step_settings(config: TrainConfig) -> StepSettings:
     return StepSettings(
         reduce_dtype=jnp.dtype(config.reduce_dtype),
         remat=Remat(config.remat),
-        peel=config.peel,
+        peel_first=config.peel,
+        peel_last=config.peel,
         schedule=config.schedule,
         virtual_stages=config.virtual_stages,
     )

@@ -87,10 +87,13 @@ class LeafPlan:
         """Whether the stored array is longer than the leaf."""
         return self.storage_shape != self.shape
 
-    @property
-    def has_copy(self) -> bool:
-        """Whether a compute-dtype copy of the P shard is kept for the step: not where P = OS, cast at each use."""
-        return bool(self.grad_axes or self.opt_axes)
+    def has_copy(self, dtype: Any) -> bool:
+        """Whether a copy of the P shard in a compute dtype is kept for the step.
+
+        Not where P = OS: a shard of the master is cast at each use, which is less work than its gather. A master that
+        is whole on each device is cast once.
+        """
+        return bool(self.grad_axes or self.opt_axes) or not (self.param_axes or jnp.dtype(dtype) == jnp.float32)
 
     def _spec(self, axes: tuple[str, ...]) -> P:
         over: dict[int, tuple[str, ...]] = {} if self.split_dim is None else {self.split_dim: (TENSOR,)}
@@ -244,7 +247,8 @@ class Plan:
 
     def _sum_bytes(self, leaves: Sequence[LeafPlan]) -> Bytes:
         opt = sum(leaf.num_opt_shard for leaf in leaves)
-        copies = self._of_a_stage([(leaf, leaf.num_params_shard) for leaf in leaves if leaf.has_copy])
+        copied = [leaf for leaf in leaves if leaf.has_copy(self.compute_dtype)]
+        copies = self._of_a_stage([(leaf, leaf.num_params_shard) for leaf in copied])
         grads = self._of_a_stage([(leaf, leaf.num_grads_shard) for leaf in leaves])
         return Bytes(
             params=copies * self.compute_dtype.itemsize, grads=grads * 4, master=opt * MASTER_BYTES, moments=opt * 2 * 4

@@ -8,6 +8,7 @@ the reduced gradient `reduction_window` blocks earlier (at most that many full g
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from enum import StrEnum
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from amsp_jax.collectives import GATHERED, gather
+from amsp_jax.collectives import GATHERED, gather, gather_last
 from amsp_jax.context import RING_ATTENTION
 from amsp_jax.model import Batch, Params, Part
 from amsp_jax.parallel import TENSOR
@@ -69,27 +70,45 @@ def _is_call_of(name: str, params: dict[str, Any]) -> bool:
     return body is not None and any(eqn.params.get("name") == name for eqn in body.eqns)
 
 
+@dataclasses.dataclass(frozen=True)
 class Gather:
-    """Gathers trees of leaves in one compute dtype and one reduction dtype."""
+    """Gathers trees of leaves.
 
-    def __init__(self, dtype: jnp.dtype, reduce_dtype: jnp.dtype) -> None:
-        self.dtype, self.reduce_dtype = dtype, reduce_dtype
+    Attributes:
+      dtype: of the results.
+      reduce_dtype: of gradients on the wire.
+      is_last: for the last microbatch of a step, whose gradients are added to those before and reduced to OS shards.
+        A shard is then the pair of a P shard and the accumulated gradient or None.
+    """
+
+    dtype: jnp.dtype
+    reduce_dtype: jnp.dtype
+    is_last: bool = False
 
     def __call__(self, leaves: Params, shards: Params, sinks: Params) -> Params:
-        """Whole parameters; their reduced gradients go to `sinks` (see `collectives.gather`)."""
-        return jax.tree.map(lambda leaf, w, s: gather(leaf, self.dtype, self.reduce_dtype, w, s), leaves, shards, sinks)
+        """Whole parameters; their reduced gradients go to `sinks` (see `collectives.gather` and `gather_last`)."""
+        return jax.tree.map(self._one, leaves, shards, sinks)
+
+    def _one(self, leaf: LeafPlan, shard: Any, sink: jax.Array) -> jax.Array:
+        if self.is_last:
+            return gather_last(leaf, self.dtype, self.reduce_dtype, *shard, sink)
+        return gather(leaf, self.dtype, self.reduce_dtype, shard, sink)
 
 
-def reduction_window(leaves: Params) -> int | None:
+def reduction_window(leaves: Params, is_last: bool = False) -> int | None:
     """How many blocks a gradient's reduction may lag; None where blocks reduce nothing.
 
-    6 where parameters are sharded, 8 where only gradients are: chosen on compiled schedules of a prototype, in which
-    collectives turned synchronous at 4 and fewer.
+    In the last microbatch of a step what is reduced once counts, too. Chosen on compiled schedules: 6 where other
+    collectives need the network between reductions, as with 4 and fewer those turned synchronous; 8 where only
+    gradients are sharded; 3 for reductions of once a step alone, which then begin early enough on a slow network.
     """
     plans: list[LeafPlan] = jax.tree.leaves(leaves)
-    if any(leaf.param_axes for leaf in plans):
+    has_params, has_grads = any(leaf.param_axes for leaf in plans), any(leaf.grad_axes for leaf in plans)
+    if is_last and any(leaf.opt_axes or leaf.replica_axes for leaf in plans):
+        return 6 if has_params or has_grads else 3
+    if has_params:
         return 6
-    return 8 if any(leaf.grad_axes for leaf in plans) else None
+    return 8 if has_grads else None
 
 
 def run_blocks(
@@ -117,7 +136,7 @@ def run_blocks(
     if not blocks:
         return x
     applies = [_checkpointed(part, leaf, gather_tree, remat) for part, leaf in zip(blocks, leaves, strict=True)]
-    stack = _stack(applies, reduction_window(leaves))
+    stack = _stack(applies, reduction_window(leaves, gather_tree.is_last))
     return stack(list(sinks), x, (list(shards), batch, list(keys)))
 
 

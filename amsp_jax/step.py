@@ -22,7 +22,7 @@ from amsp_jax.model import Batch, LossOutput, Model, Params, Part
 from amsp_jax.optimizer import num_updates, to_storage, to_true
 from amsp_jax.parallel import CONTEXT, STAGE
 from amsp_jax.pipeline import make_pipeline
-from amsp_jax.plan import Plan
+from amsp_jax.plan import LeafPlan, Plan
 from amsp_jax.schedule import Schedule
 from amsp_jax.stack import Gather, Remat, policy, run_blocks
 from amsp_jax.state import TrainState, abstract_state, true_state
@@ -65,15 +65,16 @@ class StepSettings:
     Attributes:
       reduce_dtype: in which gradients are summed across devices.
       remat: what blocks keep for the backward pass.
-      peel: run the first and the last microbatch outside the loop, so that the collectives of once a step overlap
-        them; without effect where there are no such collectives, and where there are stages.
+      peel_first, peel_last: run the first and the last microbatch outside the loop, so that the gathers and the
+        reductions of once a step overlap them; without effect where there are none, and where there are stages.
       schedule: of the pipeline, `1f1b` or `gpipe`, where the plan has stages.
       virtual_stages: parts of the model that a stage has; more than one interleaves them.
     """
 
     reduce_dtype: Any = jnp.float32
     remat: Remat = Remat.PROJECTIONS
-    peel: bool = True
+    peel_first: bool = True
+    peel_last: bool = True
     schedule: str = "1f1b"
     virtual_stages: int = 1
 
@@ -171,9 +172,8 @@ def make_grad_fn(model: Model, plan: Plan, settings: StepSettings) -> GradFn:
 
     def local(params: Params, batch: Batch, rows: jax.Array, seed: Any, step: Any) -> tuple[LossSums, Params]:
         shards = _param_shards(plan, params)
-        microbatch = _microbatch_grads(model, plan, settings, shards, seed, step)
-        sums, grads = _accumulate(microbatch, (batch, rows), _peels(plan, settings), shards, jnp.minimum(step, 0))
-        grads = jax.tree.map(lambda leaf, g: reduce_accumulated(leaf, g, settings.reduce_dtype), plan.leaves, grads)
+        microbatches = _Microbatches(model, plan, settings, seed, step)
+        sums, grads = _accumulate(microbatches, (batch, rows), shards, jnp.minimum(step, 0))
         return _global_sums(plan, sums), grads
 
     def grads_of(params: Params, batch: Batch, seed: Any, step: Any) -> tuple[LossSums, Params]:
@@ -211,36 +211,57 @@ def _param_shards(plan: Plan, params: Params) -> Params:
     return jax.tree.map(lambda leaf, x: param_shard(leaf, x, plan.compute_dtype), plan.leaves, params)
 
 
-def _peels(plan: Plan, settings: StepSettings) -> bool:
-    axes = plan.axes
-    return settings.peel and bool(axes.grad or axes.opt or axes.replica)
+@dataclasses.dataclass(frozen=True)
+class _Microbatches:
+    """What a step does with one microbatch `data`, its batch and the numbers of its rows."""
 
+    model: Model
+    plan: Plan
+    settings: StepSettings
+    seed: Any
+    step: Any
 
-def _microbatch_grads(
-    model: Model, plan: Plan, settings: StepSettings, shards: Params, seed: Any, step: Any
-) -> Callable[[Params, Any], tuple[LossSums, Params]]:
-    """`(shards, (batch, rows)) -> (local sums, float32 G shards)` of one microbatch."""
-    gather_tree = _gather_tree(plan, settings)
-    sinks = jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shard_shape(leaf.param_axes + leaf.grad_axes), jnp.float32), plan.leaves
-    )
+    def peels(self) -> tuple[bool, bool]:
+        """Whether the first and the last are outside the loop."""
+        once = bool(self.plan.axes.grad or self.plan.axes.opt or self.plan.axes.replica)
+        return once and self.settings.peel_first, once and self.settings.peel_last
 
-    def grads(shards: Params, data: tuple[Batch, jax.Array]) -> tuple[LossSums, Params]:
+    def grads(self, shards: Params, data: Any) -> tuple[LossSums, Params]:
+        """Local sums and float32 G shards."""
+        return self._grads(_gather_tree(self.plan, self.settings), shards, data)
+
+    def last_grads(self, shards: Params, total: Params | None, data: Any) -> tuple[LossSums, Params]:
+        """Local sums, and the OS shards of the sum of the microbatches before and this one."""
+        leaves = self.plan.leaves
+        pairs = jax.tree.map(lambda _, w, *t: (w, t[0] if t else None), leaves, shards, *([total] if total else []))
+        return self._grads(_gather_tree(self.plan, self.settings, is_last=True), pairs, data)
+
+    def reduced(self, total: Params) -> Params:
+        """The OS shards of the sum of all, with nothing beside the reductions."""
+        dtype = self.settings.reduce_dtype
+        return jax.tree.map(lambda leaf, g: reduce_accumulated(leaf, g, dtype), self.plan.leaves, total)
+
+    def _grads(self, gather_tree: Gather, shards: Params, data: Any) -> tuple[LossSums, Params]:
         batch, rows = data
-        keys = row_keys(seed, step, rows)
+        keys = row_keys(self.seed, self.step, rows)
 
         def loss(sinks: Params) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-            (total, weight), aux = _apply(model, plan, gather_tree, settings.remat, shards, sinks, batch, keys)
+            remat = self.settings.remat
+            (total, weight), aux = _apply(self.model, self.plan, gather_tree, remat, shards, sinks, batch, keys)
             return total, (weight, aux)
 
+        sinks = jax.tree.map(lambda leaf: _sink(leaf, gather_tree.is_last), self.plan.leaves)
         (total, (weight, aux)), gradient = jax.value_and_grad(loss, has_aux=True)(sinks)
         return _as_sums(((total, weight), aux)), gradient
 
-    return grads
+
+def _sink(leaf: LeafPlan, is_last: bool) -> jax.Array:
+    axes = leaf.param_axes + leaf.grad_axes + (leaf.opt_axes if is_last else ())
+    return jnp.zeros(leaf.shard_shape(axes), jnp.float32)
 
 
-def _gather_tree(plan: Plan, settings: StepSettings) -> Gather:
-    return Gather(plan.compute_dtype, settings.reduce_dtype)
+def _gather_tree(plan: Plan, settings: StepSettings, is_last: bool = False) -> Gather:
+    return Gather(plan.compute_dtype, jnp.dtype(settings.reduce_dtype), is_last)
 
 
 def _as_sums(output: LossOutput) -> LossSums:
@@ -273,8 +294,8 @@ def _head_of(model: Model, gather_tree: Gather, remat: Remat, leaves: Params) ->
     return jax.checkpoint(head, policy=policy(Remat.FULL if remat is Remat.FULL else Remat.NONE), prevent_cse=False)
 
 
-def _accumulate(microbatch: Any, data: Any, peel: bool, shards: Params, zero: jax.Array) -> tuple[LossSums, Params]:
-    """Sums `microbatch` over the leading dimension of `data`.
+def _accumulate(microbatches: _Microbatches, data: Any, shards: Params, zero: jax.Array) -> tuple[LossSums, Params]:
+    """Local sums and the OS shards of the summed gradient, over the leading dimension of `data`.
 
     The barriers keep XLA from hoisting the parameter gathers out of the loop, from merging those of different
     microbatches (whole parameters would stay alive), and from starting the last microbatch before the loop.
@@ -285,7 +306,7 @@ def _accumulate(microbatch: Any, data: Any, peel: bool, shards: Params, zero: ja
     count = jax.tree.leaves(data)[0].shape[0]
 
     def run(shards: Params, item: Any) -> tuple[LossSums, Params]:
-        return microbatch(*lax.optimization_barrier((shards, item)))
+        return microbatches.grads(*lax.optimization_barrier((shards, item)))
 
     def body(_: Any, carry: Any) -> Any:
         total, i = carry
@@ -297,21 +318,26 @@ def _accumulate(microbatch: Any, data: Any, peel: bool, shards: Params, zero: ja
     def item(i: Any) -> Any:
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), data)
 
+    peels_first, peels_last = microbatches.peels()
     if count == 1:
-        return microbatch(shards, item(0))
-    if not peel:
+        return microbatches.last_grads(shards, None, item(0))
+    stop = count - 1 if peels_last else count
+    if peels_first:
+        # Without a barrier: the first microbatch may start on the blocks whose once-a-step gathers have arrived.
+        total, start = microbatches.grads(shards, item(0)), 1
+    else:
         shapes = jax.eval_shape(run, shards, item(0))
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        return loop(0, count, zeros)
-    # Without a barrier: the first microbatch may start on the blocks whose once-a-step gathers have arrived.
-    total = microbatch(shards, item(0))
-    if count == 3:
+        total, start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), 0
+    if stop - start == 1:
         # A loop of one trip is inlined, and XLA would add the two gradients before it reduces them, both whole.
         total = lax.optimization_barrier(total)
-    if count > 2:
-        total = loop(1, count - 1, total)
-    total, late_shards, last = lax.optimization_barrier((total, shards, item(count - 1)))
-    return _add(total, microbatch(late_shards, last))
+    if stop > start:
+        total = loop(start, stop, total)
+    if not peels_last:
+        return total[0], microbatches.reduced(total[1])
+    (sums, grads), late_shards, last = lax.optimization_barrier((total, shards, item(count - 1)))
+    last_sums, grads = microbatches.last_grads(late_shards, grads, last)
+    return _add(sums, last_sums), grads
 
 
 def _add(a: Any, b: Any) -> Any:

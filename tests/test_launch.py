@@ -20,6 +20,7 @@ from amsp_jax.launch.environment import _git_commit
 from amsp_jax.launch.grid import real_grid, share_gpus
 from amsp_jax.launch.lines import allow_connections
 from amsp_jax.launch.processes import Processes, find_processes
+from amsp_jax.launch.programs import keep_programs
 from amsp_jax.launch.rendezvous import Facts, meet
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -457,3 +458,31 @@ def test_what_a_stranger_says_is_not_taken_for_a_process(change):
     assert rendezvous._facts(line) == facts
     with pytest.raises((ValueError, TypeError)):
         rendezvous._facts(json.dumps(dataclasses.asdict(facts) | change).encode())
+
+
+@pytest.fixture
+def cache_settings():
+    """jax's own, put back after the test."""
+    names = "jax_compilation_cache_dir", "jax_enable_compilation_cache"
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.usefixtures("cache_settings")
+def test_programs_of_gpus_are_kept_where_the_user_did_not_say_where(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert keep_programs("cpu") == [] and jax.config.jax_compilation_cache_dir is None
+    folder = str(tmp_path / "amsp_jax" / "programs")
+    assert keep_programs("cuda") == [f"compiled programs: {folder}"]
+    assert jax.config.jax_compilation_cache_dir == folder
+    jax.config.update("jax_compilation_cache_dir", "/mine")
+    assert keep_programs("rocm") == [] and jax.config.jax_compilation_cache_dir == "/mine"
+
+
+@pytest.mark.usefixtures("cache_settings")
+def test_a_cache_that_is_switched_off_stays_off(monkeypatch):
+    jax.config.update("jax_enable_compilation_cache", False)
+    assert keep_programs("cuda") == [] and jax.config.jax_compilation_cache_dir is None

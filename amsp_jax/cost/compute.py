@@ -85,7 +85,7 @@ def update_bytes(sketch: Sketch, plan: Plan, optimizer: optax.GradientTransforma
     total = sum(2 * leaf.num_bytes * leaf.count for leaf in stored_opt_state(sketch, plan, optimizer))
     for leaf, count in leaf_counts(sketch, plan):
         total += (2 * GRAD_BYTES + 2 * MASTER_BYTES) * leaf.num_opt_shard * count
-        if leaf.has_copy:
+        if leaf.has_copy(plan.compute_dtype):
             total += (MASTER_BYTES + plan.compute_dtype.itemsize) * leaf.num_opt_shard * count
     return total
 

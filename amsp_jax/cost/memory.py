@@ -136,14 +136,14 @@ class PartBytes:
     grads: int
 
     @classmethod
-    def of(cls, trace: PartTrace, leaves: Params, item_bytes: int, wire_bytes: int) -> PartBytes:
-        """Of a part's planned leaves; bytes of a value of gathered parameters, and of a gradient on the wire."""
+    def of(cls, trace: PartTrace, leaves: Params, dtype: jnp.dtype, reduce_dtype: jnp.dtype) -> PartBytes:
+        """Of a part's planned leaves; the dtypes of gathered parameters, and of a gradient on the wire."""
         plans: list[LeafPlan] = jax.tree.leaves(leaves)
         return cls(
             trace=trace,
-            copy=sum(leaf.num_params_shard for leaf in plans if leaf.has_copy) * item_bytes,
-            gathered=sum(_num_values(leaf) for leaf in plans if leaf.param_axes) * item_bytes,
-            full_grads=sum(map(_num_values, plans)) * wire_bytes,
+            copy=sum(leaf.num_params_shard for leaf in plans if leaf.has_copy(dtype)) * dtype.itemsize,
+            gathered=sum(_num_values(leaf) for leaf in plans if leaf.param_axes) * dtype.itemsize,
+            full_grads=sum(map(_num_values, plans)) * reduce_dtype.itemsize,
             grads=sum(leaf.num_grads_shard for leaf in plans) * GRAD_BYTES,
         )
 
@@ -164,20 +164,21 @@ class _Moments:
         self, sketch: Sketch, plan: Plan, trace: ModelTrace, settings: StepSettings, accumulation: int
     ) -> None:
         embed, blocks, head = sketch.model.split(plan.leaves)
-        sizes = plan.compute_dtype.itemsize, jnp.dtype(settings.reduce_dtype).itemsize
-        kinds = [PartBytes.of(block, leaves, *sizes) for block, leaves in zip(trace.blocks, blocks, strict=True)]
-        self.embed, self.head = PartBytes.of(trace.embed, embed, *sizes), PartBytes.of(trace.head, head, *sizes)
+        dtypes = plan.compute_dtype, jnp.dtype(settings.reduce_dtype)
+        kinds = [PartBytes.of(block, leaves, *dtypes) for block, leaves in zip(trace.blocks, blocks, strict=True)]
+        self.embed, self.head = PartBytes.of(trace.embed, embed, *dtypes), PartBytes.of(trace.head, head, *dtypes)
         self.backwards = [kinds[kind] for kind in reversed(sketch.order)]
         self.window = reduction_window(blocks)
         self.accumulates, self.tied, self.axes = accumulation > 1, sketch.model.tied, plan.axes
         self.has_replicas = bool(self.axes.replica) or plan.parallel.context > 1
-        peels = settings.peel and bool(self.axes.grad or self.axes.opt or self.axes.replica)
+        once = bool(self.axes.grad or self.axes.opt or self.axes.replica)
+        peels = once and settings.peel_first and settings.peel_last
         # The zeros of the peeled microbatches are one array, alive across the loop, which has its own.
         zeros = sum(_num_values(leaf) for leaf in jax.tree.leaves(embed)) * GRAD_BYTES
         self.zeros = zeros * (2 if peels and accumulation > 2 else 1)
         self.opt_grads = sum(leaf.num_opt_shard * n for leaf, n in leaf_counts(sketch, plan)) * GRAD_BYTES
         ends = sum(leaf.num_opt_shard for leaf in jax.tree.leaves((embed, head)))
-        self.flat_grads = (self.opt_grads // GRAD_BYTES - ends) * sizes[1]
+        self.flat_grads = (self.opt_grads // GRAD_BYTES - ends) * dtypes[1].itemsize
         stages = [self.embed, self.head, *self.backwards]
         self.copies, self.grads = sum(stage.copy for stage in stages), sum(stage.grads for stage in stages)
         # Of the last `i` blocks, for each `i`.

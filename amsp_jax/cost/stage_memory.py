@@ -56,9 +56,9 @@ class _Moments:
         self, sketch: Sketch, plan: Plan, trace: ModelTrace, settings: StepSettings, schedule: Schedule
     ) -> None:
         embed, blocks, head = sketch.model.split(plan.leaves)
-        sizes = plan.compute_dtype.itemsize, jnp.dtype(settings.reduce_dtype).itemsize
-        kinds = [PartBytes.of(block, leaves, *sizes) for block, leaves in zip(trace.blocks, blocks, strict=True)]
-        self.embed, self.head = PartBytes.of(trace.embed, embed, *sizes), PartBytes.of(trace.head, head, *sizes)
+        dtypes = plan.compute_dtype, jnp.dtype(settings.reduce_dtype)
+        kinds = [PartBytes.of(block, leaves, *dtypes) for block, leaves in zip(trace.blocks, blocks, strict=True)]
+        self.embed, self.head = PartBytes.of(trace.embed, embed, *dtypes), PartBytes.of(trace.head, head, *dtypes)
         self.tied = sketch.model.tied
         self.kinds = kinds
         self.chunks = Chunks.of(sketch.order, schedule.num_stages, schedule.virtual_stages)
@@ -68,7 +68,8 @@ class _Moments:
         self.opt_grads = sum(leaf.num_opt_shard * n for leaf, n in leaf_counts(sketch, plan)) * GRAD_BYTES
         ends = sum(leaf.num_opt_shard for leaf in jax.tree.leaves((embed, head)))
         # The gradients of a slot, of which each stage gets its pieces, are there before and after the exchange.
-        self.exchanged = (self.opt_grads // GRAD_BYTES - ends) // len(sketch.order) * schedule.num_stages * sizes[1]
+        num_exchanged = (self.opt_grads // GRAD_BYTES - ends) // len(sketch.order) * schedule.num_stages
+        self.exchanged = num_exchanged * dtypes[1].itemsize
 
     def all(self) -> Iterator[dict[str, int]]:
         """Each moment as the fields of a `MemoryEstimate`."""

@@ -54,13 +54,14 @@ class StateBytes:
     def least(self, degrees: Degrees, parallel: ModelParallel, accumulates: bool) -> tuple[float, float]:
         """Bytes that no device of these degrees falls below, stored and temporary: all splits, nothing is padded.
 
-            stored / (t p s_os)     [2 n / (t s_p) unless P = OS] + [4 n / (t s_g) if it accumulates]
+            stored / (t p s_os)     [2 n / (t s_p) unless P = OS > 1] + [4 n / (t s_g) if it accumulates]
 
         n: the values of a stage.
         """
         t, p = parallel.tensor, parallel.pipeline
         local = self.num_ends + (self.num_values - self.num_ends) / p
-        has_copy = p * degrees.opt_state.total > degrees.params.total
+        is_cast_once = degrees.params.total == 1 and self.copy_bytes < MASTER_BYTES
+        has_copy = is_cast_once or p * degrees.opt_state.total > degrees.params.total
         copies = self.copy_bytes * local / (t * degrees.params.total) if has_copy else 0.0
         grads = self.grad_bytes * local / (t * degrees.grads.total) if accumulates else 0.0
         return self.stored_bytes / (t * p * degrees.opt_state.total), copies + grads

@@ -5,7 +5,7 @@ What may start when is what the step says (`step.py`, `stack.py`), and what XLA'
 - the gathers of once a step are there from the start, in the order of use, and overlap the first microbatch;
 - of once a step, several parts' collectives may be one: XLA combines by the bytes of results, which are small there;
 - a gradient's reduction follows its backward pass; at most `reduction_window` blocks of them may be late;
-- reductions of once a step follow the last microbatch's, and overlap what is left of its backward pass;
+- reductions of once a step follow the last microbatch's, overlap what is left of its backward pass, and may be as late;
 - a trip of the accumulation loop begins when all of the trip before is done;
 - the optimizer waits for every gradient.
 While a collective runs, compute is slower by a measured factor.
@@ -51,7 +51,8 @@ class StepTimes:
     Attributes:
       parts: embedding, blocks, head.
       optimizer_s: the update, on one device.
-      window: blocks a gradient's reduction may lag; None: as many as there are.
+      window, end_window: blocks a gradient's reduction may lag, in any microbatch and in the last; None: as many as
+        there are.
       overlap_slowdown: compute time beside a collective over compute time alone.
       num_start_parts, num_end_parts: adjacent parts whose collectives of once a step travel as one.
     """
@@ -62,6 +63,7 @@ class StepTimes:
     overlap_slowdown: float
     num_start_parts: int = 1
     num_end_parts: int = 1
+    end_window: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +120,7 @@ def simulate(times: StepTimes, accumulation: int, peel: bool, record: bool = Fal
     Args:
       times: of its parts.
       accumulation: microbatches.
-      peel: the first and the last are outside the loop (`StepSettings.peel`); else what is done once a step overlaps
+      peel: the first and the last are outside the loop (`StepSettings`); else what is done once a step overlaps
         no microbatch, unless there is one alone.
       record: keep the events.
     """
@@ -177,6 +179,8 @@ def _microbatch(streams: _Streams, times: StepTimes, starts: bool, ends: bool, a
         if i > 0:
             streams.release([parts[i - 1]], Phase.BACKWARD, i - 1)
         late = ((Phase.REDUCE, i + times.window),) if times.window else ()
+        if ends and times.end_window:
+            late = (*late, _end_of(i + times.end_window, times))
         seconds = part.backward_s + (part.accumulate_s if adds else 0.0)
         streams.compute("backward", i, seconds, ((Phase.BACKWARD, i), *late))
         streams.release([part], Phase.REDUCE, i)
@@ -189,6 +193,13 @@ def _microbatch(streams: _Streams, times: StepTimes, starts: bool, ends: bool, a
 def _start_of(part: int, times: StepTimes) -> Key:
     """The message that brings a part's P shard."""
     return Phase.START, part - part % times.num_start_parts
+
+
+def _end_of(part: int, times: StepTimes) -> Key:
+    """The message that reduces a part's gradient once a step: it goes with the last of those that travel as one."""
+    last = len(times.parts) - 1
+    group = (last - part) // times.num_end_parts
+    return Phase.END, max(0, last + 1 - (group + 1) * times.num_end_parts)
 
 
 def _loop(streams: _Streams, times: StepTimes, trips: int) -> None:

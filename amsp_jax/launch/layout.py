@@ -23,6 +23,7 @@ from amsp_jax.launch.grid import Grid, real_grid, share_gpus, simulated_grid, si
 from amsp_jax.launch.lines import allow_connections, listen
 from amsp_jax.launch.processes import Processes, end_all_on_error, find_processes
 from amsp_jax.launch.profile import find_profile
+from amsp_jax.launch.programs import keep_programs
 from amsp_jax.launch.rendezvous import Facts, is_loopback, meet
 from amsp_jax.launch.together import add_up
 from amsp_jax.launch.watch import Watch, own_watch
@@ -151,6 +152,7 @@ def setup(
         gpu_ids, everyone = share_gpus(everyone, processes.index)
         grid = real_grid(everyone, devices_per_node)
     settings, refused = profile.apply(extra_xla_flags)
+    settings += keep_programs(platform)
     _choose_backend(platform, num_local, processes.count)
     watch.doing("starting the devices", _DEVICES_S)
     _connect(processes, gpu_ids, timeout_s)

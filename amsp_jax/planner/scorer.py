@@ -172,7 +172,8 @@ class Scorer:
         return StepSettings(
             reduce_dtype=self.workload.reduce_dtype,
             remat=candidate.remat,
-            peel=self.workload.peel,
+            peel_first=self.workload.peel,
+            peel_last=self.workload.peel,
             schedule=candidate.schedule,
             virtual_stages=candidate.virtual_stages,
         )
@@ -356,6 +357,7 @@ class Scorer:
             parts=[times[kind] for kind in parts.order],
             optimizer_s=self._optimizer_s(degrees, parallel),
             window=reduction_window(blocks),
+            end_window=reduction_window(blocks, is_last=True),
             overlap_slowdown=self.rates.overlap_slowdown,
             # By the thresholds of `xla_flags.combine_thresholds`: a whole block gathered; a block's G shard, or its OS
             # shard where gradients are whole until the end.

@@ -41,7 +41,7 @@ class Workload:
       global_batch: sequences a step.
       seq_len: tokens of a sequence.
       compute_dtype, reduce_dtype: of gathered parameters; of gradients on the wire.
-      peel: as in `StepSettings`.
+      peel: the first and the last microbatch, as in `StepSettings`.
     """
 
     model: Model
