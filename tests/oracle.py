@@ -110,29 +110,39 @@ def placed(plan: Plan, batch: dict[str, np.ndarray], accumulation: int) -> dict[
 
 
 class Run:
-    """A model under a plan, whose compiled gradient several optimizers share."""
+    """A model under a plan: optimizers share the compiled gradient, numbers of microbatches the compiled update."""
 
-    def __init__(self, model: Model, plan: Plan, accumulation: int = 1, settings: StepSettings | None = None) -> None:
-        self.model, self.plan, self.accumulation = model, plan, accumulation
+    def __init__(self, model: Model, plan: Plan, settings: StepSettings | None = None) -> None:
+        self.model, self.plan = model, plan
         self.grads = jax.jit(make_grad_fn(model, plan, settings or StepSettings()))
+        self._updates: dict[optax.GradientTransformation, Any] = {}
 
     def train(
-        self, optimizer: optax.GradientTransformation, data: list[dict[str, np.ndarray]]
+        self, optimizer: optax.GradientTransformation, data: list[dict[str, np.ndarray]], accumulation: int = 1
     ) -> tuple[list[Any], TrainState]:
         """(metrics of each step, final state of true shapes as numpy)."""
         state = initial_state(self.model, optimizer, self.plan)
         stored = jax.tree.map(lambda x: x.sharding, state)
-        update = jax.jit(
-            make_update_fn(self.model, optimizer, self.plan),
-            out_shardings=(stored, jax.NamedSharding(self.plan.mesh, P())),
-        )
+        if optimizer not in self._updates:
+            self._updates[optimizer] = self._update(optimizer, stored)
         metrics = []
         for batch in data:
-            sums, grads = self.grads(state.params, placed(self.plan, batch, self.accumulation), 0, state.step)
-            state, step_metrics = update(state, grads, sums)
+            sums, grads = self.grads(state.params, placed(self.plan, batch, accumulation), 0, state.step)
+            state, step_metrics = self._updates[optimizer](state, grads, sums)
             metrics.append(jax.device_get(step_metrics))
         assert jax.tree.map(lambda x: x.sharding, state) == stored
         return metrics, jax.device_get(to_true(state, true_state(self.model, optimizer)))
+
+    def _update(self, optimizer: optax.GradientTransformation, stored: TrainState) -> Any:
+        shardings = (stored, jax.NamedSharding(self.plan.mesh, P()))
+        return jax.jit(make_update_fn(self.model, optimizer, self.plan), out_shardings=shardings)
+
+
+@functools.lru_cache(maxsize=4)
+def run_of(strategy: str, model_name: str) -> Run:
+    """A run with the default settings, which tests that follow each other share."""
+    own = model(model_name)
+    return Run(own, plan_for(strategy, own))
 
 
 @functools.cache

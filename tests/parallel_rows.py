@@ -93,11 +93,11 @@ def check_layout(
     model: Model, plan: Plan, microbatches: int, settings: StepSettings, optimizers: tuple[str, ...]
 ) -> None:
     """Two steps under the plan are those of one device: loss, gradient norm, parameters and moments."""
-    run = Run(model, plan, microbatches, settings)
+    run = Run(model, plan, settings)
     # A key bias moves every score of a softmax alike: its exact gradient is zero.
     zero = "k']['bias" if model.name.startswith("gpt") else ""
     for name in optimizers:
-        metrics, state = run.train(optimizer(name), batches())
+        metrics, state = run.train(optimizer(name), batches(), microbatches)
         expected_metrics, expected_state = expected(model, name)
         assert_equal_metrics(metrics, expected_metrics)
         assert_equal_states(state, expected_state, largest=name == "sgd", zero_gradient=zero)

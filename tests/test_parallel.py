@@ -27,10 +27,17 @@ BATCH = 8
 
 
 def rows_of(num_devices):
+    """Those of one model follow each other: a process trains it on one device once."""
+
     def mark(number):
         return pytest.param(number, id=str(table()[number]), marks=[] if number < NUM_QUICK else pytest.mark.slow)
 
-    return [mark(number) for number, row in enumerate(table()) if row.num_devices == num_devices]
+    def model_of(number):
+        row = table()[number]
+        return row.model, row.tied, row.num_layers
+
+    numbers = [number for number, row in enumerate(table()) if row.num_devices == num_devices]
+    return [mark(number) for number in sorted(numbers, key=model_of)]
 
 
 def cannot_be(pair):

@@ -1,5 +1,6 @@
 """One changed bit in one replica is found, with the leaf, the device and the process that holds it."""
 
+import functools
 import os
 import pathlib
 import socket
@@ -16,7 +17,7 @@ from oracle import batches, plan_for
 
 from amsp_jax.plan import path_name
 from amsp_jax.replicas import Divergence, checksum, make_replica_check
-from amsp_jax.state import abstract_state, init_state
+from amsp_jax.state import abstract_state
 from amsp_jax.step import StepSettings, make_train_step
 from amsp_jax.strategy import DataRanks
 
@@ -41,12 +42,13 @@ def corrupted(state, wanted, flips):
     return jax.tree_util.tree_map_with_path(one, state)
 
 
+@functools.cache
 def trained(strategy, ranks=oracle.RANKS):
     """A model, its optimizer and plan, and the state after a step."""
     model, optimizer = oracle.model("llama", 1), oracle.optimizer("adamw")
     plan = plan_for(strategy, model, ranks)
     step = make_train_step(model, optimizer, plan, StepSettings())
-    state, _ = step(init_state(model, optimizer, plan, 3), oracle.placed(plan, batches()[0], 1), np.uint32(0))
+    state, _ = step(oracle.initial_state(model, optimizer, plan), oracle.placed(plan, batches()[0], 1), np.uint32(0))
     return model, optimizer, plan, state
 
 
