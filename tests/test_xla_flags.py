@@ -228,8 +228,10 @@ def test_a_sites_flag_that_xla_refuses_is_an_error(tmp_path, monkeypatch):
 
 def test_a_dry_run_prints_what_is_set(tmp_path):
     (tmp_path / "site.toml").write_text("[environment]\nNCCL_IB_TC = 106\n")
+    (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 2000)
+    settings = [f"--gin.DATA={tmp_path / 'corpus.txt'}", "--gin.SIMULATED_DEVICES_PER_NODE=2"]
     done = subprocess.run(
-        [sys.executable, "train.py", "--dry-run", "--gin.SIMULATED_DEVICES_PER_NODE=2"],
+        [sys.executable, "train.py", "--dry-run", *settings],
         cwd=ROOT,
         env={**os.environ, "AMSP_JAX_SITE": str(tmp_path / "site.toml"), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
         capture_output=True,
