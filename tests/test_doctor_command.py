@@ -143,11 +143,11 @@ def start(index, address, *arguments, patch=""):
     return subprocess.Popen(command, env=environ, stdout=-1, stderr=-1, text=True)
 
 
-def run_two(*arguments, patch=""):
-    """Output and exit code of two processes; `patch` is a statement that the second runs first."""
+def run_two(*arguments, patch="", first=""):
+    """Output and exit code of two processes; `patch` is a statement that the second runs first, `first` the first."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-    children = [start(0, address, *arguments), start(1, address, *arguments, patch=patch)]
+    children = [start(0, address, *arguments, patch=first), start(1, address, *arguments, patch=patch)]
     try:
         outs = [child.communicate(timeout=120) for child in children]
     finally:
@@ -199,7 +199,9 @@ def test_two_processes_of_which_one_is_ill(tmp_path, patch, arguments, found):
 @pytest.mark.slow
 def test_a_process_that_dies_is_named(tmp_path):
     (code, out, err), (other_code, _, _) = run_two(
-        "--run-dir", str(tmp_path), "--timeout", "5", patch="import os; doctor.check_memory = lambda _: os._exit(9)"
+        *("--run-dir", str(tmp_path), "--timeout", "5"),
+        patch="import os; doctor.check_memory = lambda _: os._exit(9)",
+        first="from amsp_jax.commands import doctor as command; command._REPORT_S = command._SHARED_S = 10.0",
     )
     assert (code, other_code) == (1, 9), err
     assert "FAIL  processes               no report from 1 of 2 -> " in out
