@@ -35,6 +35,8 @@ from amsp_jax.step import make_eval_step
 _SAMPLE_PROMPT_TOKENS, _SAMPLE_TOKENS = 16, 64
 # A file system that takes longer is taken for lost; a batch of validation compiles, the first time.
 _SAVE_LIMIT_S, _VALIDATION_LIMIT_S = 1800.0, 600.0
+# Batches that take longer are of files that hang, which the step that wants them tells.
+_SETTLE_S = 10.0
 _NUM_SHOWN = 3
 _ADVICE = {
     "stop": "ON_NONFINITE='skip' passes over such batches; a lower LEARNING_RATE may avoid them.",
@@ -225,11 +227,11 @@ class _Running:
     ) -> None:
         self.state, self.number, self._last = state, number, last
         self._job, self._step, self._checkpointer, self._reporter = job, step, checkpointer, reporter
-        self._seed = np.uint32(job.config.seed)
+        self._seed, self._is_first = np.uint32(job.config.seed), True
         self._validate = _make_validation(job, reporter)
         self._compare = make_replica_check(job.model, job.optimizer, job.plan)
 
-    def advance(self, batches: Iterator[dict[str, jax.Array]]) -> None:
+    def advance(self, batches: Prefetcher[dict[str, jax.Array]]) -> None:
         """One step, and what is due after it."""
         config = self._job.config
         self.number += 1
@@ -237,6 +239,10 @@ class _Running:
         batch = next(batches)
         own_watch().step(self.number, config.hang_timeout_s)
         self.state, metrics = self._step(self.state, batch, self._seed)
+        if self._is_first:
+            # Before the next batch is asked for: see Prefetcher.
+            jax.block_until_ready(metrics)
+            self._is_first = False
         self._reporter.dispatched(self.number, metrics)
         self._checkpointer.raise_failed()
         due = [
@@ -250,6 +256,7 @@ class _Running:
         ]
         if due:
             self._reporter.flush()
+            batches.settle(_SETTLE_S)
             for do in due:
                 do()
             self._reporter.start_clock()

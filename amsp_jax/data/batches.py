@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -67,6 +69,10 @@ def global_batch(
 class Prefetcher(Generic[T]):
     """Iterates over `make(start), ..., make(stop - 1)`, made in one background thread two steps ahead.
 
+    It looks ahead from the second `next` on, so that what is done with the first item has the devices to itself: where
+    a program runs for the first time cuDNN captures CUDA graphs, and transfers of another thread can break that. Runs
+    on one H200 (jax 0.11.2) ended in their first step with CUDA errors or a segmentation fault.
+
     What `make` raises is raised by the `next` of that step. Leaving the context, or `close`, drops what was
     not asked for; it waits for the one `make` that is running and for nothing else.
 
@@ -81,23 +87,26 @@ class Prefetcher(Generic[T]):
         self._steps = iter(range(start, stop))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
         self._ahead: collections.deque[Future[T]] = collections.deque()
-        for _ in range(_AHEAD):
-            self._submit_next()
+        self._num_wanted = 1
+        self._submit()
 
-    def _submit_next(self) -> None:
-        for step in self._steps:
+    def _submit(self) -> None:
+        for step in itertools.islice(self._steps, self._num_wanted - len(self._ahead)):
             self._ahead.append(self._thread.submit(self._make, step))
-            return
 
     def __iter__(self) -> Iterator[T]:
         return self
 
     def __next__(self) -> T:
+        self._submit()
         if not self._ahead:
             raise StopIteration
-        result = self._ahead.popleft()
-        self._submit_next()
-        return result.result()
+        self._num_wanted = 1 + _AHEAD
+        return self._ahead.popleft().result()
+
+    def settle(self, timeout_s: float) -> None:
+        """Waits until nothing is being made, so that a program can run for the first time."""
+        concurrent.futures.wait(self._ahead, timeout_s)
 
     def close(self) -> None:
         """Ends the thread; the iteration is over."""
