@@ -148,7 +148,7 @@ def _with(shape: tuple[int, ...], dim: int | None, length: int) -> tuple[int, ..
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-    """Bytes on one device: P (the compute-dtype copy kept for the step, none where P = OS), G (the float32
+    """Bytes on one device: P (the compute-dtype copy kept for the step, none where P = OS is sharded), G (the float32
     accumulator of more than one microbatch), the float32 master and two float32 moments."""
 
     params: int
@@ -484,8 +484,8 @@ def _table(plan: Plan) -> str:
     head += [f"parallel  {plan.parallel}"] if plan.parallel.total > 1 else []
     head += [f"warning   {w}" for w in plan.degrees.warnings]
     foot = [
-        f"P: {plan.compute_dtype.name} copy kept for the step, none where P = OS; G: float32, while microbatches "
-        "accumulate; OS: float32 master and two moments",
+        f"P: {plan.compute_dtype.name} copy kept for the step, none where P = OS is sharded; G: float32, while "
+        "microbatches accumulate; OS: float32 master and two moments",
         f"sum: {total.total:,} bytes on each device ({total.total / 2**30:.2f} GiB), before activations",
     ]
     return "\n".join(head + _align(rows) + notes + foot)

@@ -152,7 +152,7 @@ total                 7                                                         
   blocks.*.bias: replicated: small, and no dimension of (20,) divides by 8
   embed.table: dimension 0 padded 61 -> 64 to divide by 8
   head.temperature: replicated: a scalar
-P: bfloat16 copy kept for the step, none where P = OS; G: float32, while microbatches accumulate; \
+P: bfloat16 copy kept for the step, none where P = OS is sharded; G: float32, while microbatches accumulate; \
 OS: float32 master and two moments
 sum: 21,906 bytes on each device (0.00 GiB), before activations"""
 
