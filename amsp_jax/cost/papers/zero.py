@@ -4,9 +4,9 @@ Psi is the number of parameters, Nd of data-parallel ranks, Nm of model-parallel
 bytes each, optimizer states K = 12: an fp32 copy of the parameter, momentum and variance.
 
 This engine keeps the same 12 bytes, but adds gradients up in float32, so they are 4 bytes a value while more than one
-microbatch accumulates; with one there is no accumulator. Where P = OS is sharded (P_os+g+p) it keeps no 16-bit copy: the fp32
-shard is cast at each use. DeepSpeed's own estimator counts 18 Psi / Nd for the last two terms of ZeRO-2: yet another
-convention, which these functions do not follow.
+microbatch accumulates; with one there is no accumulator. Where P = OS is sharded (P_os+g+p) it keeps no 16-bit
+copy: the fp32 shard is cast at each use. DeepSpeed's own estimator counts 18 Psi / Nd for the last two terms of ZeRO-2:
+yet another convention, which these functions do not follow.
 """
 
 from __future__ import annotations
