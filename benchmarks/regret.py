@@ -169,8 +169,9 @@ def measure_next(args: argparse.Namespace, number: int, end: float) -> None:
             append_row(path, row)
             print(summary(row), flush=True)
     if layout.process_count > 1:
-        # A forked process leaves without what Python does at its end.
+        # A forked process leaves without what Python does at its end; the others would take it for lost.
         jax.distributed.shutdown()
+        launch.own_watch().leave(0)
     sys.exit(0 if chosen else NOTHING_LEFT)
 
 
