@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -210,17 +211,25 @@ def run_steps(
     """Seconds of each of some steps. One is always in flight, as in the trainer: a step's time is from its
     predecessor's end to its own; in that of the first is its launch, some 1 ms."""
     seed = jax.device_put(np.uint32(0), program.input_shardings[0][2])
-    marks, losses, pending = [time.perf_counter()], [], None
-    for i in range(num_steps + 1):
-        metrics = None
-        if i < num_steps:
+    begin = time.perf_counter()
+    ends: list[Future[tuple[float, float]]] = []
+    # In a thread of its own, as a dispatch may block for most of a step (a loop whose end the host must see).
+    with ThreadPoolExecutor(1) as watcher:
+        for i in range(num_steps):
             state, metrics = program(state, batches[i % len(batches)], seed)
-        if pending is not None:
-            losses.append(float(pending.loss))
-            marks.append(time.perf_counter())
-        pending = metrics
+            ends.append(watcher.submit(_end_of, metrics.loss))
+            if i:
+                ends[i - 1].result()
+    marks = [begin, *(end.result()[1] for end in ends)]
     times = [after - before for before, after in zip(marks, marks[1:], strict=False)]
-    return state, StepTimes(times, losses)
+    return state, StepTimes(times, [end.result()[0] for end in ends])
+
+
+def _end_of(loss: jax.Array) -> tuple[float, float]:
+    """A step's loss, and when it was there."""
+    jax.block_until_ready(loss)
+    end = time.perf_counter()
+    return float(loss), end
 
 
 def time_steps(
