@@ -197,6 +197,12 @@ def test_no_checkpoint_and_no_folder(tmp_path):
         Checkpointer(tmp_path / "absent", keep=None)
 
 
+def test_what_a_killed_run_tried_the_folder_with_is_removed(tmp_path):
+    (tmp_path / ".probe1234").mkdir()
+    Checkpointer(tmp_path, keep=1).close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_cannot_be_written_is_found_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):

@@ -300,7 +300,9 @@ def test_the_kill_of_one_process_ends_the_other(
         wait_until(other.is_over, OTHER_ENDS_WITHIN_S)
         waits.append(time.monotonic() - killed_at)
         assert other.is_over(), other.log.read_text()
-        assert (victim.exit_code(), other.exit_code()) == (-signal.SIGKILL, PEER_LOST), other.log.read_text()
+        # jax's service is in process 0: where that dies jax may abort the other before the watch can end it.
+        expected = {PEER_LOST, -signal.SIGABRT} if victim is lives[0] else {PEER_LOST}
+        assert victim.exit_code() == -signal.SIGKILL and other.exit_code() in expected, other.log.read_text()
     assert [life.exit_code() for life in lives] == [0, 0], lives[0].log.read_text()
     assert numbers(run_dir) == numbers(tmp_path / "undisturbed")
     assert_tidy(run_dir)

@@ -23,6 +23,7 @@ from amsp_jax.checkpoint import manifest, storage
 from amsp_jax.checkpoint.leaves import Kind, Shapes
 from amsp_jax.errors import UserError
 
+_PROBE = ".probe"
 _META, _META_FILE = "meta", "metadata"
 # What this module adds to the JSON object of the caller. A checkpoint without it was written before manifests.
 _FORMAT = "format"
@@ -77,6 +78,11 @@ class Checkpointer:
             if value is not None and value < 1:
                 raise UserError(f"{name}={value}: it is a number of steps or checkpoints. Set it to 1 or more.")
         _require_writable(self.directory)
+        if jax.process_index() == 0:
+            # A run that was killed while it tried the folder leaves what it made there.
+            for left in self.directory.glob(f"{_PROBE}*"):
+                with contextlib.suppress(OSError):
+                    left.rmdir()
         self._handler = storage.Handler()
         self._manager = self._make_manager(keep, keep_every)
 
@@ -108,7 +114,7 @@ class Checkpointer:
             self._handler.wait_for_own(self._manager.check_for_errors)
             if jax.process_index() == 0:
                 # orbax makes the step's folder in a thread whose failure is told to nobody.
-                with tempfile.TemporaryDirectory(prefix=".probe", dir=self.directory):
+                with tempfile.TemporaryDirectory(prefix=_PROBE, dir=self.directory):
                     pass
             self._manager.save(
                 step,
