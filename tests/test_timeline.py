@@ -50,6 +50,16 @@ def test_a_window_holds_the_backward_pass_back():
     assert compute == pytest.approx([0.0, 1.0, 11.0])
 
 
+@pytest.mark.parametrize(("num_end_parts", "expected"), [(1, [3.0, 4.0, 14.0]), (2, [3.0, 14.0, 15.0])])
+def test_a_window_of_what_is_reduced_once_holds_the_last_microbatch_back(num_end_parts, expected):
+    """As the other, but not in the microbatch before. In twos the edge's message comes with the third block's."""
+    parts = [EDGE, *[part(0.0, 1.0, end=10.0)] * 3, EDGE]
+    held = StepTimes(parts, 0.0, None, 1.0, num_end_parts=num_end_parts, end_window=2)
+    events = simulate(held, 2, peel=True, record=True).events
+    compute = [e.start_s for e in events if e.name.startswith("backward") and e.stream == "compute"]
+    assert compute == pytest.approx([0.0, 1.0, 2.0, *expected])
+
+
 def test_what_is_done_once_overlaps_the_peeled_microbatches_alone():
     blocks = [EDGE, *[part(start=0.5, end=0.5)] * 4, EDGE]
     peeled, looped = step(*blocks, accumulation=4), step(*blocks, accumulation=4, peel=False)
