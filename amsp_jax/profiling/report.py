@@ -45,8 +45,10 @@ class Profile:
 def text(profile: Profile) -> str:
     """Step, collectives and kernels, each a table."""
     device = next(iter(profile.devices))
-    steps = f"{profile.num_steps} steps" if profile.num_steps > 1 else "one step"
-    head = f"{profile.title}\nmedian of {steps}, device {device}"
+    steps = "one step"
+    if profile.num_steps > 1:
+        steps = f"median of {profile.num_steps} steps, each number's own, so that they need not add up"
+    head = f"{profile.title}\n{steps}; device {device}"
     if len(profile.devices) > 1:
         head += f"; least and most of {len(profile.devices)} local devices where they differ"
     tables = [head, _step_table(profile), _collectives_table(profile.first), _work_table(profile.first)]
