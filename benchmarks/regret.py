@@ -39,8 +39,10 @@ NUM_WARMUP, NUM_STEPS, MOST_S = 2, 8, 12.0
 FIRST_GUESS_S = 45.0
 # Longer, and it hangs.
 MAX_SETTING_S = 120.0
+# Settings of one process: each new one takes as long to start as many a setting takes.
+NUM_TOGETHER = 8
 NOTHING_LEFT = 3
-"""Exit status of `measure_next` without a setting to measure, or time for it."""
+"""Exit status of `measure_some` without a setting to measure, or time for it."""
 
 
 def main() -> None:
@@ -61,6 +63,7 @@ def parse_args() -> argparse.Namespace:
     choices.set_defaults(run=run_picks)
     steps = commands.add_parser("measure", help="add to DIR/measured.jsonl every setting that is not in it")
     steps.add_argument("--budget-s", type=float, default=1e9, help="begin nothing that would end later")
+    steps.add_argument("--together", type=int, default=NUM_TOGETHER, help="settings measured in one process")
     steps.set_defaults(run=run_measure)
     for command in (tables, choices, steps):
         command.add_argument("--out", type=Path, required=True, metavar="DIR")
@@ -113,15 +116,15 @@ def run_picks(args: argparse.Namespace) -> None:
 
 
 def run_measure(args: argparse.Namespace) -> None:
-    """Each setting in a process of its own: one before it would leave its communicators, and a run has only its own.
+    """A few settings in each process, as those before leave their communicators, and a run has only its own.
 
-    They are forked, as imports take as long as many a setting. One that fails is tried again once.
+    Processes are forked, as imports take as long as many a setting. After a failure a new one goes on, once.
     """
     end, num_failed = time.monotonic() + args.budget_s, 0
     for number in itertools.count():
-        child = multiprocessing.get_context("fork").Process(target=measure_next, args=(args, number, end))
+        child = multiprocessing.get_context("fork").Process(target=measure_some, args=(args, number, end))
         child.start()
-        child.join(MAX_SETTING_S)
+        child.join(MAX_SETTING_S * args.together)
         if child.exitcode is None:
             child.kill()
             child.join()
@@ -130,12 +133,12 @@ def run_measure(args: argparse.Namespace) -> None:
             return
 
 
-def measure_next(args: argparse.Namespace, number: int, end: float) -> None:
-    """The first setting without a row. Process 0 keeps the file and decides; ends the process, and says how.
+def measure_some(args: argparse.Namespace, number: int, end: float) -> None:
+    """Settings without a row, in order. Process 0 keeps the file and decides; ends the process, and says how.
 
     Args:
       args: of the command.
-      number: of settings before it, whose coordinators had other ports.
+      number: of processes before it, whose coordinators had other ports.
       end: no setting may last longer, on the clock of `time.monotonic`.
     """
     begin = time.monotonic()
@@ -143,8 +146,29 @@ def measure_next(args: argparse.Namespace, number: int, end: float) -> None:
         host, _, port = args.coordinator.rpartition(":")
         args.coordinator = f"{host}:{int(port) + number}"
     layout = measure.set_up(args)
-    ranks = DataRanks(layout.devices_per_node, layout.num_nodes)
-    path = args.out / "measured.jsonl"
+    has_more = True
+    for place in range(args.together):
+        has_more = measure_next(args, layout, place, begin, end)
+        if not has_more:
+            break
+        begin = time.monotonic()
+    if layout.process_count > 1:
+        # A forked process leaves without what Python does at its end; the others would take it for lost.
+        jax.distributed.shutdown()
+        launch.own_watch().leave(0)
+    sys.exit(0 if has_more else NOTHING_LEFT)
+
+
+def measure_next(args: argparse.Namespace, layout: launch.Layout, place: int, begin: float, end: float) -> bool:
+    """Measures the first setting without a row, if there is one and time for it: whether it did.
+
+    Args:
+      args, end: as in `measure_some`.
+      layout: the devices.
+      place: how many settings this process has measured.
+      begin: when this one's time began.
+    """
+    path, ranks = args.out / "measured.jsonl", DataRanks(layout.devices_per_node, layout.num_nodes)
 
     def choose() -> dict[str, Any] | None:
         rows = read_rows(path)
@@ -153,26 +177,22 @@ def measure_next(args: argparse.Namespace, number: int, end: float) -> None:
         return None if setting is None or late else vars(setting)
 
     chosen = launch.from_process_0(choose)
-    if chosen:
-        row = measure.measured(
-            layout,
-            SIZES[chosen["size"]],
-            chosen["strategy"],
-            chosen["accumulation"],
-            num_warmup=NUM_WARMUP,
-            num_steps=NUM_STEPS,
-            most_s=MOST_S,
-        )
-        row |= chosen
-        row["wall_s"] = round(time.monotonic() - begin, 1)
-        if layout.process_index == 0:
-            append_row(path, row)
-            print(summary(row), flush=True)
-    if layout.process_count > 1:
-        # A forked process leaves without what Python does at its end; the others would take it for lost.
-        jax.distributed.shutdown()
-        launch.own_watch().leave(0)
-    sys.exit(0 if chosen else NOTHING_LEFT)
+    if chosen is None:
+        return False
+    row = measure.measured(
+        layout,
+        SIZES[chosen["size"]],
+        chosen["strategy"],
+        chosen["accumulation"],
+        num_warmup=NUM_WARMUP,
+        num_steps=NUM_STEPS,
+        most_s=MOST_S,
+    )
+    row |= {**chosen, "place": place, "wall_s": round(time.monotonic() - begin, 1)}
+    if layout.process_index == 0:
+        append_row(path, row)
+        print(summary(row), flush=True)
+    return True
 
 
 def expected_s(rows: list[Row], setting: Setting | None) -> float:

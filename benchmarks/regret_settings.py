@@ -18,6 +18,8 @@ SETTINGS = StepSettings()
 """Of every step: gradients are summed in float32, blocks keep the results of their matrix products."""
 
 NUM_BEST, NUM_REPEATED = 6, 2
+NAMED = ("zero1", "zero3", "mics", "hpz")
+"""What others call their strategies: the choice is compared with them in every case of the first size."""
 
 Picks = Mapping[str, str]
 """By size and microbatches, as in `wide 4`: the strategy that the planner chooses."""
@@ -53,17 +55,19 @@ def schedule(rows: Sequence[Row], ranks: DataRanks, sizes: Sequence[str], picks:
     """Every setting in order, measured or not; what comes late depends on the times of what comes early.
 
     All strategies of the first size at 1 and 4 microbatches; the fastest two of them again, which gives the noise; the
-    fastest six, and the planner's choice, at 2 and 8, and at 1 and 4 of each other size.
+    fastest six, the planner's choice and those that have a name at 2 and 8; the former, without names, at 1 and 4 of
+    each other size.
     """
     first, *others = sizes
     for accumulation in (1, 4):
         yield from (Setting(first, accumulation, str(d)) for d in sorted(all_degrees(ranks), key=_filled_first))
     best = fastest(rows, first)[:NUM_BEST]
     yield from (Setting(first, n, strategy, repeat=1) for n in (1, 4) for strategy in best[:NUM_REPEATED])
-    for size, accumulations in ((first, (2, 8)), *((size, (1, 4)) for size in others)):
-        for n in accumulations:
-            pick = picks.get(f"{size} {n}")
-            yield from (Setting(size, n, s) for s in dict.fromkeys([*best, *([pick] if pick else [])]))
+    named = [str(parse(name).resolve(ranks)) for name in NAMED if best]
+    cases = [(first, 8, named), (first, 2, named), *((size, n, []) for size in others for n in (4, 1))]
+    for size, n, more in cases:
+        pick = picks.get(f"{size} {n}")
+        yield from (Setting(size, n, s) for s in dict.fromkeys([*best, *([pick] if pick else []), *more]))
 
 
 def _filled_first(degrees: Degrees) -> bool:

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from amsp_jax.strategy import DataRanks, all_degrees
+from amsp_jax.strategy import DataRanks, all_degrees, parse
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "benchmarks"))
 
 from regret_report import Compared, mixes_levels, picks, repeats  # noqa: E402
-from regret_settings import NUM_BEST, NUM_REPEATED, Setting, fastest, next_setting, schedule  # noqa: E402
+from regret_settings import NAMED, NUM_BEST, NUM_REPEATED, Setting, fastest, next_setting, schedule  # noqa: E402
 from rows import append_row, read_rows  # noqa: E402
 
 RANKS = DataRanks(2, 2)
@@ -42,18 +42,18 @@ def test_the_fastest_go_on():
     rows = measured_all(lambda i: 1.0 + i)
     best = STRATEGIES[:NUM_BEST]
     assert fastest(rows, "wide")[:NUM_BEST] == best
-    late = list(schedule(rows, RANKS, ["wide", "narrow"], {}))[32:]
-    assert late[:4] == [Setting("wide", n, strategy, repeat=1) for n in (1, 4) for strategy in best[:NUM_REPEATED]]
-    assert [(s.size, s.accumulation) for s in late[4::NUM_BEST]] == [
-        ("wide", 2), ("wide", 8), ("narrow", 1), ("narrow", 4),
-    ]  # fmt: skip
+    repeated, late = (found := list(schedule(rows, RANKS, ["wide", "narrow"], {}))[32:])[:4], found[4:]
+    assert repeated == [Setting("wide", n, strategy, repeat=1) for n in (1, 4) for strategy in best[:NUM_REPEATED]]
+    for size, n, others in (("wide", 8, NAMED), ("wide", 2, NAMED), ("narrow", 4, ()), ("narrow", 1, ())):
+        wanted = dict.fromkeys([*best, *(str(parse(name).resolve(RANKS)) for name in others)])
+        assert [s.strategy for s in late if (s.size, s.accumulation) == (size, n)] == list(wanted)
 
 
 def test_the_planner_s_choice_goes_on_with_the_fastest():
-    rows, slow = measured_all(lambda i: 1.0 + i), STRATEGIES[-1]
-    late = list(schedule(rows, RANKS, ["wide"], {"wide 2": slow, "wide 8": STRATEGIES[0]}))[36:]
-    assert [s.accumulation for s in late] == [2] * (NUM_BEST + 1) + [8] * NUM_BEST
-    assert late[NUM_BEST] == Setting("wide", 2, slow)
+    rows, slow = measured_all(lambda i: 1.0 + i), STRATEGIES[-2]
+    late = list(schedule(rows, RANKS, ["wide", "narrow"], {"wide 2": slow, "narrow 4": slow}))[36:]
+    chosen = [s for s in late if s.strategy == slow]
+    assert chosen == [Setting("wide", 2, slow), Setting("narrow", 4, slow)]
 
 
 def test_a_strategy_that_failed_is_not_among_the_fastest():
@@ -80,7 +80,8 @@ def test_it_ends():
     rows = measured_all(lambda i: 1.0 + i)
     while setting := next_setting(rows, RANKS, ["wide"], {}):
         rows.append(row(setting))
-    assert len(rows) == 32 + 2 * NUM_REPEATED + 2 * NUM_BEST
+    named = {str(parse(name).resolve(RANKS)) for name in NAMED}
+    assert len(rows) == 32 + 2 * NUM_REPEATED + 2 * len(named | set(STRATEGIES[:NUM_BEST]))
 
 
 def compared(strategy, step_s, predicted_s=1.0, accumulation=1):
