@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -26,13 +27,13 @@ import jax
 import jax.numpy as jnp
 import measure
 from measure import SIZES
-from regret_settings import Setting, next_setting, read_picks
+from regret_settings import PROBE_BYTES, Setting, next_setting, read_picks
 from rows import Row, append_row, gibibytes, read_rows, step_times
 
 from amsp_jax import calibrate, launch
 from amsp_jax.cli import add_device_arguments
 from amsp_jax.cluster import load_cluster, save_cluster
-from amsp_jax.strategy import DataRanks
+from amsp_jax.strategy import DataRanks, Degree
 
 NUM_WARMUP, NUM_STEPS, MOST_S = 2, 8, 12.0
 # Of a setting, before one has been measured.
@@ -188,11 +189,19 @@ def measure_next(args: argparse.Namespace, layout: launch.Layout, place: int, be
         num_steps=NUM_STEPS,
         most_s=MOST_S,
     )
-    row |= {**chosen, "place": place, "wall_s": round(time.monotonic() - begin, 1)}
+    row |= {**chosen, "place": place, "network_s": network_seconds(layout)}
+    row["wall_s"] = round(time.monotonic() - begin, 1)
     if layout.process_index == 0:
         append_row(path, row)
         print(summary(row), flush=True)
     return True
+
+
+def network_seconds(layout: launch.Layout) -> float:
+    """Of a gather over all devices, now: the network of this sitting may be slower at one time than at another."""
+    group = Degree(layout.devices_per_node, layout.num_nodes)
+    series = calibrate.Series("all-gather", group, (PROBE_BYTES,))
+    return calibrate.message_seconds(layout, calibrate.Stopwatch(math.inf), series, PROBE_BYTES / 4e9)
 
 
 def expected_s(rows: list[Row], setting: Setting | None) -> float:

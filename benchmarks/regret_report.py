@@ -13,14 +13,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 from measure import COMPUTE_DTYPE, SIZES, Size, adamw
-from regret_settings import SETTINGS, Picks, Setting
+from regret_settings import PROBE_BYTES, SETTINGS, Picks, Setting
 from rows import Row, gibibytes, milliseconds, read_rows, step_times, table
 
 from amsp_jax.cluster import Cluster, compute_capability, load_cluster
 from amsp_jax.planner import Candidate, Estimate, Scorer, Workload
-from amsp_jax.strategy import Degrees, all_degrees
+from amsp_jax.strategy import Degree, Degrees, all_degrees
 
 ACCUMULATIONS = (1, 2, 4, 8)
+NEAR = 0.15
+"""Of the calibrated time, by which the network's may differ and count as the same."""
 
 Case = tuple[str, int]
 """Size and accumulation: what the strategies compete on."""
@@ -161,7 +163,7 @@ def write(folder: Path, out: Path) -> None:
     parts = [
         _heading(rows, cluster),
         "## Regret\n\n" + _regret_table(picks(compared, chosen)),
-        _summary(compared, repeats(rows)),
+        "\n".join([_summary(compared, repeats(rows)), *_network_summary(both, cluster)]),
         "## Memory, in short\n\n" + _memory_summary(both),
         *([notes.read_text().strip()] if notes.exists() else []),
         "## Step time\n\n" + _times_table(both),
@@ -227,6 +229,25 @@ def _summary(compared: Sequence[Compared], twice: Sequence[tuple[Setting, float]
         *(f"- Measured again, {s.size} x{s.accumulation} {s.strategy}: {change:+.1%}." for s, change in twice),
     ]
     return "\n".join(lines)
+
+
+def _network_summary(both: Sequence[tuple[Row, Estimate]], cluster: Cluster) -> list[str]:
+    """Of the settings after which the network was as fast as when it was calibrated, the error."""
+    calibrated_s = cluster.network.seconds(
+        "all-gather", PROBE_BYTES, Degree(cluster.devices_per_node, cluster.num_nodes)
+    )
+    ratios = [
+        (row["network_s"] / calibrated_s, abs(e.step_s / row["step_s"] - 1)) for row, e in both if "network_s" in row
+    ]
+    if not ratios:
+        return []
+    near = [error for ratio, error in ratios if abs(ratio - 1) <= NEAR]
+    least, most = min(ratios)[0], max(ratios)[0]
+    line = (
+        f"- A gather of {PROBE_BYTES >> 20} MiB over all devices, after each setting, took {least:.2f} to {most:.2f} "
+        f"of its calibrated time; within {NEAR:.0%} of it after {len(near)} of {len(ratios)} settings"
+    )
+    return [line + (f", whose error is {statistics.median(near):.1%} (median)." if near else ".")]
 
 
 def _memory_summary(both: Sequence[tuple[Row, Estimate]]) -> str:

@@ -21,6 +21,9 @@ NUM_BEST, NUM_REPEATED = 6, 2
 NAMED = ("zero1", "zero3", "mics", "hpz")
 """What others call their strategies: the choice is compared with them in every case of the first size."""
 
+PROBE_BYTES = 2**26
+"""Of a gather over all devices after each setting: how fast the network was then."""
+
 Picks = Mapping[str, str]
 """By size and microbatches, as in `wide 4`: the strategy that the planner chooses."""
 

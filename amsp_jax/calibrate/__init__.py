@@ -1,5 +1,7 @@
 """Measures the machines that will train: their collectives and a device's rates, as a cluster."""
 
+from amsp_jax.calibrate.collectives import Series as Series
+from amsp_jax.calibrate.collectives import message_seconds as message_seconds
 from amsp_jax.calibrate.measure import DEFAULT_BUDGET_S as DEFAULT_BUDGET_S
 from amsp_jax.calibrate.measure import calibrate as calibrate
 from amsp_jax.calibrate.measure import calibrated as calibrated
@@ -7,3 +9,4 @@ from amsp_jax.calibrate.measure import running_cluster as running_cluster
 from amsp_jax.calibrate.plot import plot_network as plot_network
 from amsp_jax.calibrate.programs import Machine as Machine
 from amsp_jax.calibrate.progress import ProgressLine as ProgressLine
+from amsp_jax.calibrate.stopwatch import Stopwatch as Stopwatch
