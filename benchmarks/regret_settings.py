@@ -57,15 +57,18 @@ class Setting:
 def schedule(rows: Sequence[Row], ranks: DataRanks, sizes: Sequence[str], picks: Picks) -> Iterator[Setting]:
     """Every setting in order, measured or not; what comes late depends on the times of what comes early.
 
-    All strategies of the first size at 1 and 4 microbatches; the fastest two of them again, which gives the noise; the
-    fastest six, the planner's choice and those that have a name at 2 and 8; the former, without names, at 1 and 4 of
-    each other size.
+    All strategies of the first size at 1 and 4 microbatches; the fastest two of each and the planner's choice again,
+    which gives the noise; the fastest six of both, the planner's choice and those that have a name at 2 and 8; the
+    former, without names, at 1 and 4 of each other size.
     """
     first, *others = sizes
     for accumulation in (1, 4):
         yield from (Setting(first, accumulation, str(d)) for d in sorted(all_degrees(ranks), key=_filled_first))
-    best = fastest(rows, first)[:NUM_BEST]
-    yield from (Setting(first, n, strategy, repeat=1) for n in (1, 4) for strategy in best[:NUM_REPEATED])
+    best = fastest(rows, first, (1, 4))[:NUM_BEST]
+    for n in (1, 4):
+        pick = picks.get(f"{first} {n}")
+        again = dict.fromkeys([*fastest(rows, first, (n,))[:NUM_REPEATED], *([pick] if best and pick else [])])
+        yield from (Setting(first, n, strategy, repeat=1) for strategy in again)
     named = [str(parse(name).resolve(ranks)) for name in NAMED if best]
     cases = [(first, 8, named), (first, 2, named), *((size, n, []) for size in others for n in (4, 1))]
     for size, n, more in cases:
@@ -77,13 +80,15 @@ def _filled_first(degrees: Degrees) -> bool:
     return bool(degrees.warnings)
 
 
-def fastest(rows: Sequence[Row], size: str) -> list[str]:
-    """Strategies by the product of their step times at 1 and 4 microbatches."""
+def fastest(rows: Sequence[Row], size: str, accumulations: Sequence[int]) -> list[str]:
+    """Strategies by the product of their step times at these numbers of microbatches; those that lack one are left
+    out."""
     logs: dict[str, list[float]] = {}
     for row in rows:
-        if row["size"] == size and row["accumulation"] in (1, 4) and not row["repeat"] and "step_s" in row:
+        if row["size"] == size and row["accumulation"] in accumulations and not row["repeat"] and "step_s" in row:
             logs.setdefault(row["strategy"], []).append(math.log(row["step_s"]))
-    return sorted((strategy for strategy, both in logs.items() if len(both) == 2), key=lambda s: sum(logs[s]))
+    every = [strategy for strategy, found in logs.items() if len(found) == len(accumulations)]
+    return sorted(every, key=lambda strategy: sum(logs[strategy]))
 
 
 def next_setting(rows: Sequence[Row], ranks: DataRanks, sizes: Sequence[str], picks: Picks) -> Setting | None:

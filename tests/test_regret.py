@@ -41,7 +41,7 @@ def test_every_strategy_comes_first_those_that_fill_nodes_before_the_others():
 def test_the_fastest_go_on():
     rows = measured_all(lambda i: 1.0 + i)
     best = STRATEGIES[:NUM_BEST]
-    assert fastest(rows, "wide")[:NUM_BEST] == best
+    assert fastest(rows, "wide", (1, 4))[:NUM_BEST] == best
     repeated, late = (found := list(schedule(rows, RANKS, ["wide", "narrow"], {}))[32:])[:4], found[4:]
     assert repeated == [Setting("wide", n, strategy, repeat=1) for n in (1, 4) for strategy in best[:NUM_REPEATED]]
     for size, n, others in (("wide", 8, NAMED), ("wide", 2, NAMED), ("narrow", 4, ()), ("narrow", 1, ())):
@@ -59,7 +59,7 @@ def test_the_planner_s_choice_goes_on_with_the_fastest():
 def test_a_strategy_that_failed_is_not_among_the_fastest():
     rows = measured_all(lambda i: 1.0 + i)
     del rows[0]["step_s"]
-    assert STRATEGIES[0] not in fastest(rows, "wide")
+    assert STRATEGIES[0] not in fastest(rows, "wide", (1, 4))
 
 
 def test_measuring_resumes_after_the_last_whole_line(tmp_path):
