@@ -68,7 +68,7 @@ class Reduction:
 
     def exchanges(self, axes: Axes) -> bool:
         """Whether a reduce-scatter over `axes`, of those that `scatter_steps` gives, is an exchange of pieces."""
-        return self.is_narrower_between_nodes and all(level(axis) == "inter" for axis in axes)
+        return self.is_narrower_between_nodes and bool(axes) and all(level(axis) == "inter" for axis in axes)
 
     def dtype_over(self, axes: Axes) -> jnp.dtype:
         """On the wire of such a reduce-scatter."""

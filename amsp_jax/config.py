@@ -14,6 +14,7 @@ import typing
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
+from amsp_jax.collectives import Reduction
 from amsp_jax.errors import UserError
 
 DType = Literal["float32", "bfloat16"]
@@ -53,7 +54,8 @@ class TrainConfig:
     clip_norm: Annotated[float | None, "largest global gradient norm; None: no clipping"]
     optimizer: Annotated[str, "name of an optimizer"]
     compute_dtype: Annotated[DType, "of activations and gathered parameters"]
-    reduce_dtype: Annotated[DType, "of gradients on the wire"]
+    reduce_dtype: Annotated[DType, "of gradients on the wire, and of their sums"]
+    inter_node_dtype: Annotated[DType | None, "of gradients between the nodes that share them; None: REDUCE_DTYPE"]
     remat: Annotated[Literal["none", "projections", "full"], "what the backward pass computes again"]
     peel: Annotated[bool, "first and last microbatch outside the accumulation loop, to overlap communication"]
     checkpoint_every: Annotated[int, "steps between checkpoints; 0: at the end only"]
@@ -76,6 +78,7 @@ class TrainConfig:
         for name, (kind, _) in FIELDS.items():
             _check_type(name.upper(), getattr(self, name), kind)
             _check_word(name.upper(), getattr(self, name))
+        Reduction.of(self.reduce_dtype, self.inter_node_dtype)
         for name in _AT_LEAST_ONE:
             _check_least(name, getattr(self, name), 1)
         for name in _AT_LEAST_ZERO:
@@ -143,15 +146,16 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 
 def _check_type(macro: str, value: Any, kind: Any) -> None:
-    alternatives = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    alternatives = typing.get_args(kind) if is_union else (kind,)
     if any(_matches(value, alternative) for alternative in alternatives):
         return
     first = alternatives[0]
+    or_none = " or None" if type(None) in alternatives else ""
     if typing.get_origin(first) is Literal:
         choices = typing.get_args(first)
         near = did_you_mean(str(value), choices)
-        raise UserError(f"{macro}={value!r}: {macro} is one of {', '.join(choices)}{near}")
-    or_none = " or None" if type(None) in alternatives else ""
+        raise UserError(f"{macro}={value!r}: {macro} is one of {', '.join(choices)}{or_none}{near}")
     raise UserError(
         f"{macro}={value!r} is {_article(type(value).__name__)}, but {macro} is {_article(first.__name__)}{or_none}"
         f"; write --gin.{macro}={_spelling(value, first)}"
