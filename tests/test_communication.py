@@ -23,7 +23,6 @@ from amsp_jax.plan import make_plan
 from amsp_jax.strategy import Degree
 from models.registry import build_model
 
-
 FLOAT32 = Reduction.of(jnp.float32)
 
 
