@@ -50,9 +50,8 @@ class Reduction:
     def __post_init__(self) -> None:
         if self.inter_node_dtype != self.dtype and not self.is_narrower_between_nodes:
             raise UserError(
-                f"INTER_NODE_DTYPE={self.inter_node_dtype.name} is not narrower than "
-                f"REDUCE_DTYPE={self.dtype.name}, in which gradients are summed; leave INTER_NODE_DTYPE at None, "
-                f"or set REDUCE_DTYPE={self.inter_node_dtype.name}"
+                f"inter_node_dtype={self.inter_node_dtype.name} is not narrower than reduce_dtype={self.dtype.name}, in "
+                f"which gradients are summed; leave it out, or set reduce_dtype={self.inter_node_dtype.name}"
             )
 
     @classmethod

@@ -14,7 +14,6 @@ import typing
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from amsp_jax.collectives import Reduction
 from amsp_jax.errors import UserError
 
 DType = Literal["float32", "bfloat16"]
@@ -78,7 +77,6 @@ class TrainConfig:
         for name, (kind, _) in FIELDS.items():
             _check_type(name.upper(), getattr(self, name), kind)
             _check_word(name.upper(), getattr(self, name))
-        Reduction.of(self.reduce_dtype, self.inter_node_dtype)
         for name in _AT_LEAST_ONE:
             _check_least(name, getattr(self, name), 1)
         for name in _AT_LEAST_ZERO:
@@ -86,6 +84,11 @@ class TrainConfig:
         if self.cluster is not None and not self.is_auto:
             raise UserError(
                 f"CLUSTER={self.cluster} has no effect with STRATEGY={self.strategy}; it is for STRATEGY=auto"
+            )
+        if (self.inter_node_dtype, self.reduce_dtype) == ("float32", "bfloat16"):
+            raise UserError(
+                f"INTER_NODE_DTYPE={self.inter_node_dtype!r} is wider than REDUCE_DTYPE={self.reduce_dtype!r}, in which "
+                "gradients are summed; leave it at None, or set REDUCE_DTYPE='float32'"
             )
         if self.seed > _MAX_SEED:
             raise UserError(f"SEED={self.seed}: it must be at most {_MAX_SEED}")

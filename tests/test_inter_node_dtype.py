@@ -203,6 +203,6 @@ def test_the_planner_expects_less_time_where_gradients_cross_nodes(strategy, is_
     "make", [Reduction.of, lambda dtype, wire: StepSettings(reduce_dtype=dtype, inter_node_dtype=wire).reduction]
 )
 def test_a_wire_wider_than_the_sum_is_refused(make):
-    expected = "INTER_NODE_DTYPE=float32 is not narrower than REDUCE_DTYPE=bfloat16.*set REDUCE_DTYPE=float32"
+    expected = "inter_node_dtype=float32 is not narrower than reduce_dtype=bfloat16.*set reduce_dtype=float32"
     with pytest.raises(UserError, match=expected):
         make("bfloat16", "float32")
