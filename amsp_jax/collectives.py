@@ -50,8 +50,8 @@ class Reduction:
     def __post_init__(self) -> None:
         if self.inter_node_dtype != self.dtype and not self.is_narrower_between_nodes:
             raise UserError(
-                f"inter_node_dtype={self.inter_node_dtype.name} is not narrower than reduce_dtype={self.dtype.name}, in "
-                f"which gradients are summed; leave it out, or set reduce_dtype={self.inter_node_dtype.name}"
+                f"inter_node_dtype={self.inter_node_dtype.name} is not narrower than reduce_dtype={self.dtype.name}, "
+                f"in which gradients are summed; leave it out, or set reduce_dtype={self.inter_node_dtype.name}"
             )
 
     @classmethod

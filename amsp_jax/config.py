@@ -87,8 +87,8 @@ class TrainConfig:
             )
         if (self.inter_node_dtype, self.reduce_dtype) == ("float32", "bfloat16"):
             raise UserError(
-                f"INTER_NODE_DTYPE={self.inter_node_dtype!r} is wider than REDUCE_DTYPE={self.reduce_dtype!r}, in which "
-                "gradients are summed; leave it at None, or set REDUCE_DTYPE='float32'"
+                f"INTER_NODE_DTYPE={self.inter_node_dtype!r} is wider than REDUCE_DTYPE={self.reduce_dtype!r}, in "
+                "which gradients are summed; leave it at None, or set REDUCE_DTYPE='float32'"
             )
         if self.seed > _MAX_SEED:
             raise UserError(f"SEED={self.seed}: it must be at most {_MAX_SEED}")
