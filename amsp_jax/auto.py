@@ -109,6 +109,7 @@ def _ranked(config: TrainConfig, model: Model, cluster: Cluster) -> dict:
         seq_len=config.seq_len,
         compute_dtype=config.compute_dtype,
         reduce_dtype=config.reduce_dtype,
+        inter_node_dtype=config.inter_node_dtype,
         peel=config.peel,
     )
     space = Space(

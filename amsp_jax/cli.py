@@ -298,8 +298,9 @@ def help_text() -> str:
 
 def _explained() -> Iterator[tuple[str, str]]:
     for name, (kind, text) in FIELDS.items():
-        is_word = typing.get_origin(kind) is typing.Literal
-        yield name.upper(), text + (f" ({', '.join(typing.get_args(kind))})" if is_word else "")
+        literals = (one for one in (kind, *typing.get_args(kind)) if typing.get_origin(one) is typing.Literal)
+        words = ", ".join(word for literal in literals for word in typing.get_args(literal))
+        yield name.upper(), text + (f" ({words})" if words else "")
 
 
 def _first_line(function: Callable[..., Any]) -> str:

@@ -53,7 +53,8 @@ class TrainConfig:
     clip_norm: Annotated[float | None, "largest global gradient norm; None: no clipping"]
     optimizer: Annotated[str, "name of an optimizer"]
     compute_dtype: Annotated[DType, "of activations and gathered parameters"]
-    reduce_dtype: Annotated[DType, "of gradients on the wire"]
+    reduce_dtype: Annotated[DType, "of gradients on the wire, and of their sums"]
+    inter_node_dtype: Annotated[DType | None, "of gradients between the nodes that share them; None: REDUCE_DTYPE"]
     remat: Annotated[Literal["none", "projections", "full"], "what the backward pass computes again"]
     peel: Annotated[bool, "first and last microbatch outside the accumulation loop, to overlap communication"]
     checkpoint_every: Annotated[int, "steps between checkpoints; 0: at the end only"]
@@ -83,6 +84,11 @@ class TrainConfig:
         if self.cluster is not None and not self.is_auto:
             raise UserError(
                 f"CLUSTER={self.cluster} has no effect with STRATEGY={self.strategy}; it is for STRATEGY=auto"
+            )
+        if (self.inter_node_dtype, self.reduce_dtype) == ("float32", "bfloat16"):
+            raise UserError(
+                f"INTER_NODE_DTYPE={self.inter_node_dtype!r} is wider than REDUCE_DTYPE={self.reduce_dtype!r}, in "
+                "which gradients are summed; leave it at None, or set REDUCE_DTYPE='float32'"
             )
         if self.seed > _MAX_SEED:
             raise UserError(f"SEED={self.seed}: it must be at most {_MAX_SEED}")
@@ -143,15 +149,16 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 
 def _check_type(macro: str, value: Any, kind: Any) -> None:
-    alternatives = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    alternatives = typing.get_args(kind) if is_union else (kind,)
     if any(_matches(value, alternative) for alternative in alternatives):
         return
     first = alternatives[0]
+    or_none = " or None" if type(None) in alternatives else ""
     if typing.get_origin(first) is Literal:
         choices = typing.get_args(first)
         near = did_you_mean(str(value), choices)
-        raise UserError(f"{macro}={value!r}: {macro} is one of {', '.join(choices)}{near}")
-    or_none = " or None" if type(None) in alternatives else ""
+        raise UserError(f"{macro}={value!r}: {macro} is one of {', '.join(choices)}{or_none}{near}")
     raise UserError(
         f"{macro}={value!r} is {_article(type(value).__name__)}, but {macro} is {_article(first.__name__)}{or_none}"
         f"; write --gin.{macro}={_spelling(value, first)}"

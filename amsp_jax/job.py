@@ -20,6 +20,7 @@ from amsp_jax.context import check_sequence
 from amsp_jax.data import Datasets, TokenDataset, global_batch, open_dataset
 from amsp_jax.errors import UserError
 from amsp_jax.launch import Layout, from_process_0, process_0_first
+from amsp_jax.mesh import level
 from amsp_jax.model import Batch, Model
 from amsp_jax.optimizer import Schedule, abstract_storage, make_optimizer, warmup_cosine
 from amsp_jax.parallel import ModelParallel
@@ -51,6 +52,18 @@ class Job:
     optimizer: optax.GradientTransformation
     learning_rates: np.ndarray
     datasets: Datasets
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines on what has no effect under this plan."""
+        axes = self.plan.axes
+        is_between_nodes = any(level(axis) == "inter" for axis in axes.param + axes.grad + axes.opt)
+        if is_between_nodes or not self.settings.reduction.is_narrower_between_nodes:
+            return ()
+        return (
+            f"INTER_NODE_DTYPE={self.config.inter_node_dtype} has no effect: {self.plan.degrees} on "
+            f"{self.plan.degrees.ranks} shards nothing over nodes; all-reduces are in REDUCE_DTYPE",
+        )
 
     def load_batch(self, dataset: TokenDataset, step: int) -> dict[str, jax.Array]:
         """The global batch of the step that counts `step` steps before it, on its devices."""
@@ -146,7 +159,8 @@ def compiler_options(config: TrainConfig, model: Model, layout: Layout) -> dict[
         return {}
     ranks = parallel_of(config).data_ranks(layout.num_nodes, layout.devices_per_node)
     degrees = parse(config.strategy).resolve(ranks)
-    options = xla_flags.combine_thresholds(model, degrees, config.compute_dtype, config.reduce_dtype, config.tensor)
+    reduction = step_settings(config).reduction
+    options = xla_flags.combine_thresholds(model, degrees, config.compute_dtype, reduction, config.tensor)
     return xla_flags.without(options, os.environ.get("XLA_FLAGS", ""))
 
 
@@ -170,6 +184,7 @@ def step_settings(config: TrainConfig) -> StepSettings:
     """How the step of these settings computes."""
     return StepSettings(
         reduce_dtype=jnp.dtype(config.reduce_dtype),
+        inter_node_dtype=config.inter_node_dtype,
         remat=Remat(config.remat),
         peel_first=config.peel,
         peel_last=config.peel,

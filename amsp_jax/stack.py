@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from amsp_jax.collectives import GATHERED, gather, gather_last
+from amsp_jax.collectives import GATHERED, Reduction, gather, gather_last
 from amsp_jax.context import RING_ATTENTION
 from amsp_jax.model import Batch, Params, Part
 from amsp_jax.parallel import TENSOR
@@ -76,13 +76,13 @@ class Gather:
 
     Attributes:
       dtype: of the results.
-      reduce_dtype: of gradients on the wire.
+      reduction: how gradients are summed.
       is_last: for the last microbatch of a step, whose gradients are added to those before and reduced to OS shards.
         A shard is then the pair of a P shard and the accumulated gradient or None.
     """
 
     dtype: jnp.dtype
-    reduce_dtype: jnp.dtype
+    reduction: Reduction
     is_last: bool = False
 
     def __call__(self, leaves: Params, shards: Params, sinks: Params) -> Params:
@@ -91,8 +91,8 @@ class Gather:
 
     def _one(self, leaf: LeafPlan, shard: Any, sink: jax.Array) -> jax.Array:
         if self.is_last:
-            return gather_last(leaf, self.dtype, self.reduce_dtype, *shard, sink)
-        return gather(leaf, self.dtype, self.reduce_dtype, shard, sink)
+            return gather_last(leaf, self.dtype, self.reduction, *shard, sink)
+        return gather(leaf, self.dtype, self.reduction, shard, sink)
 
 
 def reduction_window(leaves: Params, is_last: bool = False) -> int | None:

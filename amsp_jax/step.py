@@ -16,7 +16,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from amsp_jax.collectives import param_shard, reduce_accumulated
+from amsp_jax.collectives import Reduction, param_shard, reduce_accumulated
 from amsp_jax.context import zigzag, zigzag_inverse
 from amsp_jax.model import Batch, LossOutput, Model, Params, Part
 from amsp_jax.optimizer import num_updates, to_storage, to_true
@@ -63,7 +63,8 @@ class StepSettings:
     """How a step computes.
 
     Attributes:
-      reduce_dtype: in which gradients are summed across devices.
+      reduce_dtype: in which gradients are summed across devices, and travel.
+      inter_node_dtype: in which they travel between nodes, where they are sharded over them; None: `reduce_dtype`.
       remat: what blocks keep for the backward pass.
       peel_first, peel_last: run the first and the last microbatch outside the loop, so that the gathers and the
         reductions of once a step overlap them; without effect where there are none, and where there are stages.
@@ -72,11 +73,21 @@ class StepSettings:
     """
 
     reduce_dtype: Any = jnp.float32
+    inter_node_dtype: Any = None
     remat: Remat = Remat.PROJECTIONS
     peel_first: bool = True
     peel_last: bool = True
     schedule: str = "1f1b"
     virtual_stages: int = 1
+
+    @property
+    def reduction(self) -> Reduction:
+        """How gradients are summed.
+
+        Raises:
+          UserError: `inter_node_dtype` is wider than `reduce_dtype`.
+        """
+        return Reduction.of(self.reduce_dtype, self.inter_node_dtype)
 
 
 GradFn = Callable[[Params, Batch, Any, Any], tuple[LossSums, Params]]
@@ -168,7 +179,7 @@ def make_grad_fn(model: Model, plan: Plan, settings: StepSettings) -> GradFn:
         shards = pipeline.param_shards(params, plan.compute_dtype)
         outputs, grads = pipeline.grads(shards, (batch, rows), lambda rows: row_keys(seed, step, rows))
         sums = lax.psum(_as_sums(outputs), STAGE)
-        return _global_sums(plan, sums), pipeline.reduce(grads, settings.reduce_dtype)
+        return _global_sums(plan, sums), pipeline.reduce(grads, settings.reduction)
 
     def local(params: Params, batch: Batch, rows: jax.Array, seed: Any, step: Any) -> tuple[LossSums, Params]:
         shards = _param_shards(plan, params)
@@ -238,8 +249,8 @@ class _Microbatches:
 
     def reduced(self, total: Params) -> Params:
         """The OS shards of the sum of all, with nothing beside the reductions."""
-        dtype = self.settings.reduce_dtype
-        return jax.tree.map(lambda leaf, g: reduce_accumulated(leaf, g, dtype), self.plan.leaves, total)
+        reduction = self.settings.reduction
+        return jax.tree.map(lambda leaf, g: reduce_accumulated(leaf, g, reduction), self.plan.leaves, total)
 
     def _grads(self, gather_tree: Gather, shards: Params, data: Any) -> tuple[LossSums, Params]:
         batch, rows = data
@@ -261,7 +272,7 @@ def _sink(leaf: LeafPlan, is_last: bool) -> jax.Array:
 
 
 def _gather_tree(plan: Plan, settings: StepSettings, is_last: bool = False) -> Gather:
-    return Gather(plan.compute_dtype, jnp.dtype(settings.reduce_dtype), is_last)
+    return Gather(plan.compute_dtype, settings.reduction, is_last)
 
 
 def _as_sums(output: LossOutput) -> LossSums:

@@ -45,10 +45,12 @@ class Setting:
     Attributes:
       accumulation: microbatches of a step.
       strategy: in canonical form.
+      inter_node_dtype: of gradients, as in `StepSettings`.
     """
 
     accumulation: int
     strategy: str
+    inter_node_dtype: str | None = None
 
 
 def main() -> None:
@@ -66,8 +68,9 @@ def main() -> None:
             break
         strategy, n = setting.strategy, setting.accumulation
         row = measure.measured(
-            layout, size, strategy, n, num_warmup=NUM_WARMUP, num_steps=args.steps, most_s=args.most_s
-        )
+            layout, size, strategy, n, num_warmup=NUM_WARMUP, num_steps=args.steps, most_s=args.most_s,
+            inter_node_dtype=setting.inter_node_dtype,
+        )  # fmt: skip
         row |= {"strategy": strategy, "names": names.get(strategy, []), "is_choice": chosen.get(str(n)) == strategy}
         if layout.process_index == 0:
             append_row(args.out, row)
@@ -80,6 +83,9 @@ def parse_args() -> argparse.Namespace:
     parser = make_parser(__doc__, NAMED)
     parser.add_argument("--accumulation", nargs="+", type=int, default=ACCUMULATIONS, help="microbatches of a step")
     parser.add_argument("--cluster", help="a calibrated cluster file: measures the planner's choice, too")
+    parser.add_argument(
+        "--inter-node-dtype", choices=("bfloat16",), help="of gradients between nodes; left out: float32"
+    )
     return parser.parse_args()
 
 
@@ -127,12 +133,13 @@ def settings(names: dict[str, list[str]], chosen: dict[str, str], args: argparse
     """The planner's choice first: it is what the others are compared with."""
     for n in args.accumulation:
         first = [chosen[str(n)]] if chosen else []
-        yield from (Setting(n, strategy) for strategy in dict.fromkeys([*first, *names]))
+        yield from (Setting(n, strategy, args.inter_node_dtype) for strategy in dict.fromkeys([*first, *names]))
 
 
 def left(rows: Sequence[Row], wanted: Iterator[Setting]) -> list[Setting]:
     """Those without a row."""
-    done = {Setting(row["accumulation"], row["strategy"]) for row in rows}
+    # Rows of old files do not say a dtype.
+    done = {Setting(row["accumulation"], row["strategy"], row.get("inter_node_dtype")) for row in rows}
     return [setting for setting in wanted if setting not in done]
 
 
@@ -149,12 +156,18 @@ def report(rows: Sequence[Row]) -> str:
         alike = [row for row in rows if row["accumulation"] == n]
         lines += [
             [
-                str(n), row["strategy"], ", ".join(row["names"]), step_times(row), percent(row.get("mfu")),
+                str(n), strategy_cell(row), ", ".join(row["names"]), step_times(row), percent(row.get("mfu")),
                 gibibytes(row["compiled_bytes"]["total"]), ratio(row, alike),
             ]
             for row in sorted(alike, key=lambda row: row.get("step_s", float("inf")))
         ]  # fmt: skip
     return table(heads, lines)
+
+
+def strategy_cell(row: Row) -> str:
+    """With the dtype of gradients between nodes where that is another than float32."""
+    dtype = row.get("inter_node_dtype")
+    return f"{row['strategy']}, {dtype} between nodes" if dtype else str(row["strategy"])
 
 
 def percent(share: float | None) -> str:

@@ -40,6 +40,7 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--microbatch", type=int, default=2, help="sequences per data rank")
     p.add_argument("--accumulation", type=int, default=1)
     p.add_argument("--reduce_dtype", default="float32")
+    p.add_argument("--inter_node_dtype", help="of gradients between nodes; as --reduce_dtype if left out")
     p.add_argument("--compute_dtype", default="bfloat16")
     p.add_argument("--remat", default="projections")
     p.add_argument("--no_peel", action="store_true")
@@ -75,11 +76,11 @@ def set_environment(args: argparse.Namespace) -> None:
     os.environ["XLA_FLAGS"] = flags
 
 
-def compiler_options(args: argparse.Namespace, model: Model, plan: Plan) -> dict[str, str]:
+def compiler_options(args: argparse.Namespace, model: Model, plan: Plan, settings: StepSettings) -> dict[str, str]:
     """Those of train.py."""
     if args.no_default_flags or args.devices:
         return {}
-    options = xla_flags.combine_thresholds(model, plan.degrees, args.compute_dtype, args.reduce_dtype, args.tensor)
+    options = xla_flags.combine_thresholds(model, plan.degrees, args.compute_dtype, settings.reduction, args.tensor)
     return xla_flags.without(options, args.xla_flags)
 
 
@@ -107,14 +108,16 @@ def main() -> None:
     model = build_model(args.model, args.overrides, attention=args.attention)
     plan = plan_model(args.strategy, model, ranks, devices, jnp.dtype(args.compute_dtype), parallel)
     settings = StepSettings(
-        reduce_dtype=jnp.dtype(args.reduce_dtype), remat=Remat(args.remat), peel_first=not args.no_peel,
-        peel_last=not args.no_peel, schedule=args.schedule, virtual_stages=args.virtual_stages,
+        reduce_dtype=jnp.dtype(args.reduce_dtype), inter_node_dtype=args.inter_node_dtype,
+        remat=Remat(args.remat), peel_first=not args.no_peel, peel_last=not args.no_peel,
+        schedule=args.schedule, virtual_stages=args.virtual_stages,
     )  # fmt: skip
     shape = (args.accumulation, args.microbatch * ranks.total, args.seq_len)
     row = {
         "model": args.model, "overrides": args.overrides, "strategy": str(plan.degrees), "seq_len": args.seq_len,
         "microbatch": args.microbatch, "accumulation": args.accumulation, "reduce_dtype": args.reduce_dtype,
-        "parallel": str(parallel), "schedule": args.schedule, "virtual_stages": args.virtual_stages,
+        "inter_node_dtype": args.inter_node_dtype, "parallel": str(parallel),
+        "schedule": args.schedule, "virtual_stages": args.virtual_stages,
         "remat": args.remat, "peel": not args.no_peel, "devices": len(devices), "nodes": args.nodes,
         "device_kind": devices[0].device_kind, "jax": jax.__version__, "xla_flags": os.environ["XLA_FLAGS"],
     }  # fmt: skip
@@ -138,7 +141,7 @@ def compiled(
         program = absent.compile_step(model, measure.adamw(), plan, settings, shape)
         seconds = {"compile_s": round(time.perf_counter() - start, 1)}
     else:
-        options = compiler_options(args, model, plan)
+        options = compiler_options(args, model, plan, settings)
         step = measure.compile_step(model, plan, settings, shape, options)
         program = step.program
         seconds = {"trace_s": round(step.trace_s, 1), "compile_s": round(step.compile_s, 1)}

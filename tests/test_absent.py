@@ -13,6 +13,7 @@ from apart import ROOT, apart, needs_plugin
 from jax.experimental import topologies
 
 from amsp_jax import absent, cli, hlo, xla_flags
+from amsp_jax.collectives import Reduction
 from amsp_jax.commands import compile as compile_command
 from amsp_jax.errors import UserError
 from amsp_jax.optimizer import make_optimizer
@@ -85,7 +86,9 @@ def test_thresholds_take_effect_as_options_of_one_compilation():
         return len(hlo.analyse(text))
 
     combined = num_operations()
-    none = {name: "1" for name in xla_flags.combine_thresholds(MODEL, plan.degrees, "bfloat16", "float32")}
+    none = {
+        name: "1" for name in xla_flags.combine_thresholds(MODEL, plan.degrees, "bfloat16", Reduction.of("float32"))
+    }
     xla_flags.combine_thresholds = lambda *_: none
     assert num_operations() > 3 * combined
 

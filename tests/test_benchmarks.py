@@ -88,7 +88,7 @@ def test_a_name_that_does_not_fit_is_left_out(capsys):
 
 
 def test_the_planner_s_choice_comes_first_and_what_has_a_row_does_not():
-    args = argparse.Namespace(accumulation=[4, 1])
+    args = argparse.Namespace(accumulation=[4, 1], inter_node_dtype=None)
     wanted = list(strategies.settings({"a": [], "b": []}, {"4": "b", "1": "c"}, args))
     assert [(s.accumulation, s.strategy) for s in wanted] == [(4, "b"), (4, "a"), (1, "c"), (1, "a"), (1, "b")]
     rest = strategies.left([timed("b", 1.0), timed("c", 1.0, accumulation=1)], iter(wanted))

@@ -9,6 +9,7 @@ import pytest
 from oracle import RANKS, plan_for
 
 from amsp_jax import hlo
+from amsp_jax.collectives import Reduction
 from amsp_jax.cost.communication import (
     Phase,
     WireDtypes,
@@ -22,6 +23,8 @@ from amsp_jax.plan import make_plan
 from amsp_jax.strategy import Degree
 from models.registry import build_model
 
+FLOAT32 = Reduction.of(jnp.float32)
+
 
 def parts_of(plan, model):
     return part_plans(model, plan.leaves, range(len(model.blocks)))
@@ -34,10 +37,10 @@ def result_bytes(collective):
     return collective.num_bytes
 
 
-def predicted(plan, accumulation):
+def predicted(plan, accumulation, reduction=FLOAT32):
     """By (kind, groups, bytes of the result), how often each collective runs in a step."""
     model = oracle.model("llama")
-    wire = WireDtypes(plan.compute_dtype, jnp.dtype(jnp.float32))
+    wire = WireDtypes(plan.compute_dtype, reduction)
     counts = Counter()
     for c, count in step_collectives(parts_of(plan, model), wire, accumulation).items():
         counts[c.kind, hlo.mesh_groups(plan.mesh, c.axes), result_bytes(c)] += count
@@ -47,7 +50,7 @@ def predicted(plan, accumulation):
 def test_messages_hold_the_bytes_of_their_leaves():
     model = oracle.model("llama")
     plan = plan_for("params=2x1 grads=4x1 opt_state=4x2", model)
-    wire = WireDtypes(plan.compute_dtype, jnp.dtype(jnp.bfloat16))
+    wire = WireDtypes(plan.compute_dtype, Reduction.of(jnp.bfloat16))
     for part in parts_of(plan, model):
         together = messages(part, wire)
         assert len({(m.phase, m.kind, m.axes) for m in together}) == len(together)
@@ -72,7 +75,7 @@ def test_volume_of_zero_is_that_of_the_paper(strategy, factor):
     embed, *_, head = parts_of(plan, model)
     sent = 0.0
     for c, count in step_collectives(
-        parts_of(plan, model), WireDtypes(plan.compute_dtype, jnp.dtype(jnp.bfloat16)), 1
+        parts_of(plan, model), WireDtypes(plan.compute_dtype, Reduction.of(jnp.bfloat16)), 1
     ).items():
         passes = 2 if c.kind == "all-reduce" else 1
         sent += count * passes * c.num_bytes / 2 * (1 - 1 / c.group.total)

@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from amsp_jax import xla_flags
+from amsp_jax.collectives import Reduction
 from amsp_jax.errors import UserError
 from amsp_jax.launch import generation
 from amsp_jax.launch.environment import _variables
@@ -246,25 +247,27 @@ def test_a_dry_run_prints_what_is_set(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "num_scattered", "num_optimizer"),
+    ("strategy", "num_scattered", "num_of_a_node", "num_optimizer"),
     [
-        ("params=4x1 grads=4x2 opt_state=4x2", 8, 8),
-        ("params=1x1 grads=4x1 opt_state=4x2", 4, 8),
-        ("mics(4)", 4, 4),
+        ("params=4x1 grads=4x2 opt_state=4x2", 8, 4, 8),
+        ("params=1x1 grads=4x1 opt_state=4x2", 4, 4, 8),
+        ("mics(4)", 4, 4, 4),
         # Whole gradients are reduced once a step, straight to the optimizer's shards.
-        ("zero1", 8, 8),
-        ("ddp", 1, 1),
+        ("zero1", 8, 4, 8),
+        ("ddp", 1, 1, 1),
     ],
 )
-def test_collectives_are_combined_up_to_a_block(strategy, num_scattered, num_optimizer):
+def test_collectives_are_combined_up_to_a_block(strategy, num_scattered, num_of_a_node, num_optimizer):
     model = build_model("llama-tiny")
     block = sum(x.size for x in jax.tree.leaves(model.split(model.abstract_params())[1][0]))
     degrees = parse(strategy).resolve(DataRanks(4, 2))
-    assert xla_flags.combine_thresholds(model, degrees, "bfloat16", "float32") == {
+    assert xla_flags.combine_thresholds(model, degrees, "bfloat16", Reduction.of("float32")) == {
         "xla_gpu_all_gather_combine_threshold_bytes": str(2 * block),
         "xla_gpu_reduce_scatter_combine_threshold_bytes": str(4 * (block // num_scattered)),
         "xla_gpu_all_reduce_combine_threshold_bytes": str(4 * (block // num_optimizer)),
     }
+    between = xla_flags.combine_thresholds(model, degrees, "bfloat16", Reduction.of("float32", "bfloat16"))
+    assert between["xla_gpu_reduce_scatter_combine_threshold_bytes"] == str(4 * (block // num_of_a_node))
 
 
 def test_a_threshold_of_the_users_is_left_to_the_flags():

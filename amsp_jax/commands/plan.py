@@ -50,6 +50,8 @@ CUT = ("tensor", "pipeline", "context", "virtual-stages")
 SEARCHED = ("microbatch", "remat", *CUT)
 _MICROBATCHES = (1, 2, 4, 8, 16)
 _CHUNKS = (1, 2, 3, 4)
+# What else is in the JSON as it was asked for.
+_TOLD = ("global_batch", "seq_len", "optimizer", "reduce_dtype", "inter_node_dtype")
 # More than any model that is named here has blocks.
 _MOST_STAGES = 128
 _PICTURES = (".png", ".pdf", ".svg")
@@ -193,9 +195,14 @@ def _asked(args: argparse.Namespace) -> str:
             f"{args.model}{overrides}: {args.global_batch} sequences of {args.seq_len} tokens a step",
             *fixed,
             args.optimizer,
-            f"gradients reduced in {args.reduce_dtype}",
+            _reduction(args),
         ]
     )
+
+
+def _reduction(args: argparse.Namespace) -> str:
+    between = "" if args.inter_node_dtype is None else f", {args.inter_node_dtype} between nodes"
+    return f"gradients reduced in {args.reduce_dtype}{between}"
 
 
 def _value(args: argparse.Namespace, name: str) -> Any:
@@ -207,7 +214,7 @@ def _context(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
     return {
         "model": args.model,
         "model_overrides": model_overrides(args.model_overrides),
-        **{name: getattr(args, name) for name in ("global_batch", "seq_len", "optimizer", "reduce_dtype")},
+        **{name: getattr(args, name) for name in _TOLD},
         "cluster": {
             "name": cluster.name,
             "num_nodes": cluster.num_nodes,
@@ -303,7 +310,7 @@ def _caption(args: argparse.Namespace, cluster: Cluster) -> str:
     each = args.global_batch // cluster.num_devices
     searched = _searched(args)
     told = [f"{name} {'searched' if name in searched else _value(args, name)}" for name in SEARCHED[:2]]
-    told.append(f"gradients reduced in {args.reduce_dtype}")
+    told.append(_reduction(args))
     told.append(f"{_limit(args, cluster) / 2**30:.1f} GiB a device; framed: as asked")
     return f"{each} sequence{'s' * (each > 1)} a device and step, {', '.join(told)}"
 

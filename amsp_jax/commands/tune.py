@@ -202,6 +202,7 @@ def _workload(config: TrainConfig, cluster: Cluster) -> Workload:
         seq_len=config.seq_len,
         compute_dtype=config.compute_dtype,
         reduce_dtype=config.reduce_dtype,
+        inter_node_dtype=config.inter_node_dtype,
         peel=config.peel,
     )
 

@@ -25,6 +25,8 @@ from amsp_jax.strategy import parse
 from models.attention import choose_attention
 from models.registry import build_model, model_config
 
+DTYPES = ("float32", "bfloat16")
+
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
     """Adds what is trained and where: the arguments that `plan` and `compile` share."""
@@ -39,7 +41,8 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatch", type=int, default=1, help="sequences a device computes at once (default: 1)")
     parser.add_argument("--remat", default="projections", choices=list(Remat), help="(default: %(default)s)")
     parser.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS), help="(default: %(default)s)")
-    parser.add_argument("--reduce-dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--reduce-dtype", default="float32", choices=DTYPES, help="of gradients (default: %(default)s)")
+    parser.add_argument("--inter-node-dtype", choices=DTYPES, help="of gradients sharded over nodes, between these")
     parser.add_argument("--tensor", type=int, default=1, help="parts of each matrix, inside a node (default: 1)")
     parser.add_argument("--pipeline", type=int, default=1, help="stages, each with a part of the blocks (default: 1)")
     parser.add_argument("--context", type=int, default=1, help="parts of each sequence, inside a node (default: 1)")
@@ -121,6 +124,7 @@ def workload_of(args: argparse.Namespace, cluster: Cluster) -> Workload:
         global_batch=args.global_batch,
         seq_len=args.seq_len,
         reduce_dtype=args.reduce_dtype,
+        inter_node_dtype=args.inter_node_dtype,
     )
 
 

@@ -2,6 +2,7 @@
 
 `collectives` lists them leaf by leaf, as they are written into the program; a test holds them equal to the compiled
 one's. `messages` puts the leaves of a part together, as XLA's combiner does up to a block's bytes: what is timed.
+It combines no all-to-alls.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from enum import StrEnum
 import jax
 import jax.numpy as jnp
 
-from amsp_jax.collectives import reduction_steps
+from amsp_jax.collectives import Axes, Reduction, reduction_steps, scatter_steps
 from amsp_jax.mesh import level
 from amsp_jax.model import Model, Params
 from amsp_jax.parallel import CONTEXT, STAGE, TENSOR
@@ -45,6 +46,8 @@ class Phase(StrEnum):
 
 
 ONCE = (Phase.START, Phase.END)
+EXCHANGE = "all-to-all"
+"""A kind of which the network has no measurements: see `model_axes.seconds`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +55,11 @@ class Collective:
     """One collective of one leaf, or of several that travel together.
 
     Attributes:
-      kind: `all-gather`, `reduce-scatter` or `all-reduce`.
+      kind: `all-gather`, `reduce-scatter`, `all-reduce` or `all-to-all`.
       axes: mesh axes it runs over.
       group: their sizes inside a node and between nodes.
       shape: of one device's result; empty for a message of several leaves.
-      num_bytes: of the whole message: a gather's result, a reduction's input.
+      num_bytes: of the whole message: a gather's result, a reduction's or an exchange's input.
       phase: when it runs.
     """
 
@@ -70,10 +73,10 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class WireDtypes:
-    """What travels: parameters in the compute dtype, gradients in the reduction dtype."""
+    """What travels: parameters in the compute dtype, gradients as the reduction says."""
 
     gather: jnp.dtype
-    reduce: jnp.dtype
+    reduction: Reduction
 
 
 ONE = Degree(1, 1)
@@ -89,24 +92,26 @@ def collectives(leaf: LeafPlan, wire: WireDtypes, regathers: bool, stages: Degre
       stages: how many stages lie in a node, times how many nodes they span.
     """
     p, g, o = leaf.param_axes, leaf.grad_axes, leaf.opt_axes
-    gather, reduce = wire.gather.itemsize, wire.reduce.itemsize
+    gather, reduction = wire.gather.itemsize, wire.reduction
     wanted = [("all-gather", g + o, p, gather, Phase.START), ("all-gather", p, (), gather, Phase.FORWARD)]
     if regathers:
         wanted.append(("all-gather", p, (), gather, Phase.BACKWARD))
-    before: tuple[str, ...] = ()
-    for axes in reduction_steps(leaf):
-        wanted.append(("reduce-scatter", axes, before, reduce, Phase.REDUCE))
+    before: Axes = ()
+    steps = [(axes, Phase.REDUCE) for axes in reduction_steps(leaf, reduction)]
+    steps += [(axes, Phase.END) for axes in scatter_steps(o, reduction)]
+    for axes, phase in steps:
+        kind = EXCHANGE if reduction.exchanges(axes) else "reduce-scatter"
+        wanted.append((kind, axes, before, reduction.dtype_over(axes).itemsize, phase))
         before += axes
-    wanted.append(("reduce-scatter", o, p + g, reduce, Phase.END))
-    wanted.append(("all-reduce", leaf.replica_axes, p + g + o, reduce, Phase.END))
+    wanted.append(("all-reduce", leaf.replica_axes, before, reduction.dtype.itemsize, Phase.END))
     return [_collective(leaf, *one, stages) for one in wanted if one[1]]
 
 
 def _collective(
     leaf: LeafPlan,
     kind: str,
-    axes: tuple[str, ...],
-    outside: tuple[str, ...],
+    axes: Axes,
+    outside: Axes,
     item_bytes: int,
     phase: Phase,
     stages: Degree,
@@ -204,11 +209,14 @@ def step_collectives(parts: PartPlans, wire: WireDtypes, accumulation: int) -> d
 
 
 def messages(part: PartPlan, wire: WireDtypes) -> list[Collective]:
-    """A part's collectives with its leaves combined: one for each phase, kind and set of axes, in order."""
-    joined: dict[tuple[Phase, str, tuple[str, ...]], Collective] = {}
-    for leaf in part.leaves:
+    """A part's collectives with its leaves combined: one for each phase, kind and set of axes, in order.
+
+    An all-to-all goes alone.
+    """
+    joined: dict[tuple[Phase, str, Axes, int], Collective] = {}
+    for number, leaf in enumerate(part.leaves):
         for one in collectives(leaf, wire, part.regathers, part.stages):
-            key = one.phase, one.kind, one.axes
+            key = one.phase, one.kind, one.axes, number if one.kind == EXCHANGE else 0
             num_bytes = one.num_bytes + (joined[key].num_bytes if key in joined else 0)
             joined[key] = dataclasses.replace(one, shape=(), num_bytes=num_bytes)
     return list(joined.values())

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from amsp_jax.collectives import Reduction, reduction_steps
 from amsp_jax.cost.sketch import Sketch
 from amsp_jax.cost.storage import leaf_counts, stored_opt_state
 from amsp_jax.cost.trace import ModelTrace, PartTrace
@@ -125,7 +126,7 @@ class PartBytes:
       trace: of the part.
       copy: its P shards kept for the step.
       gathered: its whole parameters, if it gathers them.
-      full_grads: its unreduced gradients, in the dtype of the reduction.
+      full_grads: its unreduced gradients, in the dtype on the wire of their first reduction.
       grads: its float32 gradients at the G sharding.
     """
 
@@ -136,16 +137,21 @@ class PartBytes:
     grads: int
 
     @classmethod
-    def of(cls, trace: PartTrace, leaves: Params, dtype: jnp.dtype, reduce_dtype: jnp.dtype) -> PartBytes:
-        """Of a part's planned leaves; the dtypes of gathered parameters, and of a gradient on the wire."""
+    def of(cls, trace: PartTrace, leaves: Params, dtype: jnp.dtype, reduction: Reduction) -> PartBytes:
+        """Of a part's planned leaves; the dtype of gathered parameters, and how gradients are summed."""
         plans: list[LeafPlan] = jax.tree.leaves(leaves)
         return cls(
             trace=trace,
             copy=sum(leaf.num_params_shard for leaf in plans if leaf.has_copy(dtype)) * dtype.itemsize,
             gathered=sum(_num_values(leaf) for leaf in plans if leaf.param_axes) * dtype.itemsize,
-            full_grads=sum(map(_num_values, plans)) * reduce_dtype.itemsize,
+            full_grads=sum(_num_values(leaf) * _first_dtype(leaf, reduction).itemsize for leaf in plans),
             grads=sum(leaf.num_grads_shard for leaf in plans) * GRAD_BYTES,
         )
+
+
+def _first_dtype(leaf: LeafPlan, reduction: Reduction) -> jnp.dtype:
+    """In which a microbatch's gradient waits to be reduced."""
+    return reduction.dtype_over(next(iter(reduction_steps(leaf, reduction)), ()))
 
 
 def _num_values(leaf: LeafPlan) -> int:
@@ -164,9 +170,9 @@ class _Moments:
         self, sketch: Sketch, plan: Plan, trace: ModelTrace, settings: StepSettings, accumulation: int
     ) -> None:
         embed, blocks, head = sketch.model.split(plan.leaves)
-        dtypes = plan.compute_dtype, jnp.dtype(settings.reduce_dtype)
-        kinds = [PartBytes.of(block, leaves, *dtypes) for block, leaves in zip(trace.blocks, blocks, strict=True)]
-        self.embed, self.head = PartBytes.of(trace.embed, embed, *dtypes), PartBytes.of(trace.head, head, *dtypes)
+        wire = plan.compute_dtype, settings.reduction
+        kinds = [PartBytes.of(block, leaves, *wire) for block, leaves in zip(trace.blocks, blocks, strict=True)]
+        self.embed, self.head = PartBytes.of(trace.embed, embed, *wire), PartBytes.of(trace.head, head, *wire)
         self.backwards = [kinds[kind] for kind in reversed(sketch.order)]
         self.window = reduction_window(blocks)
         self.accumulates, self.tied, self.axes = accumulation > 1, sketch.model.tied, plan.axes
@@ -178,7 +184,7 @@ class _Moments:
         self.zeros = zeros * (2 if peels and accumulation > 2 else 1)
         self.opt_grads = sum(leaf.num_opt_shard * n for leaf, n in leaf_counts(sketch, plan)) * GRAD_BYTES
         ends = sum(leaf.num_opt_shard for leaf in jax.tree.leaves((embed, head)))
-        self.flat_grads = (self.opt_grads // GRAD_BYTES - ends) * dtypes[1].itemsize
+        self.flat_grads = (self.opt_grads // GRAD_BYTES - ends) * settings.reduction.dtype.itemsize
         stages = [self.embed, self.head, *self.backwards]
         self.copies, self.grads = sum(stage.copy for stage in stages), sum(stage.grads for stage in stages)
         # Of the last `i` blocks, for each `i`.

@@ -9,14 +9,14 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from amsp_jax.cluster import CollectiveKind, Network
-from amsp_jax.cost.communication import Collective, Phase
+from amsp_jax.cost.communication import EXCHANGE, Collective, Phase
 from amsp_jax.cost.ranks import HALVES
 from amsp_jax.parallel import CONTEXT, STAGE, TENSOR, ModelParallel
 from amsp_jax.stack import Remat
 from amsp_jax.strategy import Degree
 
-SEND, EXCHANGE = "collective-permute", "all-to-all"
-"""Kinds of which the network has no measurements: see `seconds`."""
+SEND = "collective-permute"
+"""Like `EXCHANGE` a kind of which the network has no measurements: see `seconds`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from amsp_jax.cost.memory import GRAD_BYTES, MemoryEstimate, PartBytes, argument_bytes
@@ -56,9 +55,9 @@ class _Moments:
         self, sketch: Sketch, plan: Plan, trace: ModelTrace, settings: StepSettings, schedule: Schedule
     ) -> None:
         embed, blocks, head = sketch.model.split(plan.leaves)
-        dtypes = plan.compute_dtype, jnp.dtype(settings.reduce_dtype)
-        kinds = [PartBytes.of(block, leaves, *dtypes) for block, leaves in zip(trace.blocks, blocks, strict=True)]
-        self.embed, self.head = PartBytes.of(trace.embed, embed, *dtypes), PartBytes.of(trace.head, head, *dtypes)
+        wire = plan.compute_dtype, settings.reduction
+        kinds = [PartBytes.of(block, leaves, *wire) for block, leaves in zip(trace.blocks, blocks, strict=True)]
+        self.embed, self.head = PartBytes.of(trace.embed, embed, *wire), PartBytes.of(trace.head, head, *wire)
         self.tied = sketch.model.tied
         self.kinds = kinds
         self.chunks = Chunks.of(sketch.order, schedule.num_stages, schedule.virtual_stages)
@@ -69,7 +68,7 @@ class _Moments:
         ends = sum(leaf.num_opt_shard for leaf in jax.tree.leaves((embed, head)))
         # The gradients of a slot, of which each stage gets its pieces, are there before and after the exchange.
         num_exchanged = (self.opt_grads // GRAD_BYTES - ends) // len(sketch.order) * schedule.num_stages
-        self.exchanged = num_exchanged * dtypes[1].itemsize
+        self.exchanged = num_exchanged * settings.reduction.dtype.itemsize
 
     def all(self) -> Iterator[dict[str, int]]:
         """Each moment as the fields of a `MemoryEstimate`."""

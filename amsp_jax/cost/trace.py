@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo
 
+from amsp_jax.collectives import Reduction
 from amsp_jax.cost.program import Operation, Program, Value, flatten, peak_bytes, products_into, pruned, traffic_bytes
 from amsp_jax.cost.sketch import Sketch
 from amsp_jax.model import Params
@@ -168,7 +169,7 @@ class _Tracer:
     """Abstract arguments of a sketch's parts, and their traces."""
 
     def __init__(self, sketch: Sketch, microbatch: int, seq_len: int, remat: Remat, dtype: jnp.dtype) -> None:
-        self.model, self.remat, self.gather = sketch.model, remat, Gather(dtype, jnp.dtype(jnp.float32))
+        self.model, self.remat, self.gather = sketch.model, remat, Gather(dtype, Reduction.of(jnp.float32))
         params = self.model.abstract_params()
         # One device: gathers are the identity, and keep the names that policies look at.
         leaves = make_plan("ddp", params, DataRanks(1), compute_dtype=dtype).leaves

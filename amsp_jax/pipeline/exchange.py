@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from amsp_jax.collectives import param_shard, reduce_accumulated
+from amsp_jax.collectives import Reduction, param_shard, reduce_accumulated
 from amsp_jax.model import Params
 from amsp_jax.parallel import STAGE
 from amsp_jax.plan import LeafPlan
@@ -43,25 +43,25 @@ def _own_shard(leaf: LeafPlan, dtype: Any, pieces: Sequence[jax.Array]) -> jax.A
 
 
 def exchange_back(
-    assignment: Assignment, leaves: Sequence[Params], grads: Sequence[Params], reduce_dtype: Any
+    assignment: Assignment, leaves: Sequence[Params], grads: Sequence[Params], reduction: Reduction
 ) -> list[Params]:
     """The OS shards of every block's gradient, one tree a block, from the G shards of this stage's slots."""
     blocks: list[Params] = [None] * len(leaves)
     for slot in range(assignment.num_slots):
         like, structure = jax.tree.flatten(leaves[assignment.blocks(slot)[0]])
         pairs = zip(like, jax.tree.leaves(grads[slot]), strict=True)
-        pieces = [_shards_of_all(leaf, grad, reduce_dtype, len(assignment.owner)) for leaf, grad in pairs]
+        pieces = [_shards_of_all(leaf, grad, reduction, len(assignment.owner)) for leaf, grad in pairs]
         for stage, block in enumerate(assignment.owner[:, slot]):
             if block >= 0:
                 blocks[block] = jax.tree.unflatten(structure, [shards[stage] for shards in pieces])
     return blocks
 
 
-def _shards_of_all(leaf: LeafPlan, grad: jax.Array, reduce_dtype: Any, num_stages: int) -> Sequence[jax.Array]:
+def _shards_of_all(leaf: LeafPlan, grad: jax.Array, reduction: Reduction, num_stages: int) -> Sequence[jax.Array]:
     if leaf.dim is None:
         mine = jnp.zeros((num_stages, *grad.shape), grad.dtype).at[lax.axis_index(STAGE)].set(grad)
-        return list(reduce_accumulated(leaf, mine, reduce_dtype))
-    reduced = reduce_accumulated(_within_stage(leaf), grad, reduce_dtype)
+        return list(reduce_accumulated(leaf, mine, reduction))
+    reduced = reduce_accumulated(_within_stage(leaf), grad, reduction)
     return jnp.split(_all_to_all(reduced, leaf.dim), num_stages, leaf.dim)
 
 

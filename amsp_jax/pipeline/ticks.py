@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from amsp_jax.collectives import param_shard, reduce_accumulated
+from amsp_jax.collectives import Reduction, param_shard, reduce_accumulated
 from amsp_jax.errors import UserError
 from amsp_jax.model import Batch, LossOutput, Model, Params, Part
 from amsp_jax.parallel import STAGE
@@ -74,15 +74,15 @@ class Pipeline:
         """Sums of the head, zeros but on the last stage, and this stage's accumulated float32 G shards."""
         return _Ticks(self, shards, data, keys_of).train()
 
-    def reduce(self, grads: Sequence[Params], reduce_dtype: Any) -> Params:
+    def reduce(self, grads: Sequence[Params], reduction: Reduction) -> Params:
         """The OS shards of the whole tree's gradients, once a step, from the accumulated G shards of this stage."""
         embed_l, blocks_l, head_l = self.model.split(self.leaves)
         embed, *blocks, head = grads
         ends = [
-            jax.tree.map(lambda leaf, g: reduce_accumulated(leaf, g, reduce_dtype), leaves, part)
+            jax.tree.map(lambda leaf, g: reduce_accumulated(leaf, g, reduction), leaves, part)
             for leaves, part in ((embed_l, embed), (head_l, head))
         ]
-        return self.model.join(ends[0], exchange_back(self.assignment, blocks_l, blocks, reduce_dtype), ends[1])
+        return self.model.join(ends[0], exchange_back(self.assignment, blocks_l, blocks, reduction), ends[1])
 
     def forward(self, shards: Sequence[Params], data: Data, keys_of: KeysOf) -> Any:
         """What the head gives for each microbatch, [microbatches, ...], on every stage; for evaluation and logits.

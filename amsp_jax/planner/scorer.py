@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -75,7 +76,7 @@ class Scorer:
     @functools.cached_property
     def wire(self) -> WireDtypes:
         """Dtypes that travel."""
-        return WireDtypes(jnp.dtype(self.workload.compute_dtype), jnp.dtype(self.workload.reduce_dtype))
+        return WireDtypes(jnp.dtype(self.workload.compute_dtype), self.workload.reduction)
 
     @functools.cache  # noqa: B019  a scorer lives as long as one search
     def trace(self, microbatch: int, remat: Remat) -> ModelTrace:
@@ -126,7 +127,8 @@ class Scorer:
         if parallel.pipeline > 1:
             for some, part in zip(found[1:-1], parts[1:-1], strict=True):
                 values = sum(leaf.num_opt_shard for leaf in part.leaves if leaf.dim is not None)
-                some += model_axes.exchanges(values, self.wire.gather.itemsize, self.wire.reduce.itemsize, stages)
+                sizes = self.wire.gather.itemsize, self.wire.reduction.dtype.itemsize
+                some += model_axes.exchanges(values, *sizes, stages)
         return [[(message, model_axes.seconds(self.network, message)) for message in some] for some in found]
 
     @functools.cache  # noqa: B019
@@ -171,6 +173,7 @@ class Scorer:
         """Of the step that would run."""
         return StepSettings(
             reduce_dtype=self.workload.reduce_dtype,
+            inter_node_dtype=self.workload.inter_node_dtype,
             remat=candidate.remat,
             peel_first=self.workload.peel,
             peel_last=self.workload.peel,
@@ -336,9 +339,13 @@ class Scorer:
         if candidate.parallel.pipeline > 1:
             message, ticks = self.send(candidate), tick_counts(self.schedule(candidate)).num_ticks
             found.append(("stage", message, 2 * ticks, model_axes.seconds(self.network, message)))
+        # Exchanges of leaves of one size are equal.
+        counts: Counter[tuple[str, Collective, float]] = Counter()
+        for name, message, count, seconds in found:
+            counts[name, message, seconds] += count
         return [
             MessageCost(name, message, count, seconds, model_axes.basis(self.network, message))
-            for name, message, count, seconds in found
+            for (name, message, seconds), count in counts.items()
         ]
 
     def local_kinds(self, parallel: ModelParallel, virtual_stages: int) -> list[int]:
@@ -359,11 +366,17 @@ class Scorer:
             window=reduction_window(blocks),
             end_window=reduction_window(blocks, is_last=True),
             overlap_slowdown=self.rates.overlap_slowdown,
-            # By the thresholds of `xla_flags.combine_thresholds`: a whole block gathered; a block's G shard, or its OS
-            # shard where gradients are whole until the end.
             num_start_parts=degrees.params.total,
-            num_end_parts=1 if degrees.grads.total == 1 else degrees.opt_state.total // degrees.grads.total,
+            num_end_parts=self._num_end_parts(degrees),
         )
+
+    def _num_end_parts(self, degrees: Degrees) -> int:
+        """How many parts share a reduce-scatter of once a step, by the thresholds of `xla_flags.combine_thresholds`."""
+        if degrees.grads.total == 1:
+            return 1
+        if self.workload.reduction.is_narrower_between_nodes:
+            return degrees.opt_state.intra // degrees.grads.intra
+        return degrees.opt_state.total // degrees.grads.total
 
     def _part_times(self, candidate: Candidate) -> list[PartTimes]:
         """Of each distinct part."""

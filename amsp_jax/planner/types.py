@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
+from amsp_jax.collectives import Reduction
 from amsp_jax.cost.communication import Phase
 from amsp_jax.cost.memory import MemoryEstimate
 from amsp_jax.cost.timeline import Timeline
@@ -40,7 +41,8 @@ class Workload:
       optimizer: any optax transform.
       global_batch: sequences a step.
       seq_len: tokens of a sequence.
-      compute_dtype, reduce_dtype: of gathered parameters; of gradients on the wire.
+      compute_dtype: of gathered parameters.
+      reduce_dtype, inter_node_dtype: of gradients, as in `StepSettings`.
       peel: the first and the last microbatch, as in `StepSettings`.
     """
 
@@ -50,10 +52,17 @@ class Workload:
     seq_len: int
     compute_dtype: Any = jnp.bfloat16
     reduce_dtype: Any = jnp.float32
+    inter_node_dtype: Any = None
     peel: bool = True
 
     def __post_init__(self) -> None:
         _require_counts("Workload", global_batch=(self.global_batch,), seq_len=(self.seq_len,))
+        Reduction.of(self.reduce_dtype, self.inter_node_dtype)
+
+    @property
+    def reduction(self) -> Reduction:
+        """How gradients are summed."""
+        return Reduction.of(self.reduce_dtype, self.inter_node_dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
