@@ -23,6 +23,7 @@ from rows import Row, append_row, read_rows, step_times, table
 from strategies import make_parser, named, size_of
 
 from amsp_jax import launch
+from amsp_jax.mesh import level
 from amsp_jax.model import Batch, Model
 from amsp_jax.plan import Plan, make_plan
 from amsp_jax.state import TrainState
@@ -43,16 +44,19 @@ class Part:
     Attributes:
       name: of what it has beyond the one before it.
       is_async: collectives run beside compute.
-      peel_first, peel_last: as in `StepSettings`.
+      peel_first, peel_last, inter_node_dtype: as in `StepSettings`.
     """
 
     name: str
     is_async: bool = True
     peel_first: bool = False
     peel_last: bool = False
+    inter_node_dtype: str | None = None
 
     def settings(self) -> StepSettings:
-        return StepSettings(peel_first=self.peel_first, peel_last=self.peel_last)
+        return StepSettings(
+            peel_first=self.peel_first, peel_last=self.peel_last, inter_node_dtype=self.inter_node_dtype
+        )
 
     def options(self, layout: launch.Layout, model: Model, plan: Plan) -> dict[str, str]:
         """For the compiler; on a CPU it has no such option."""
@@ -66,6 +70,8 @@ PARTS = (
     Part(name="reductions beside the last backward", peel_last=True),
     Part(name="gathers beside the first forward", peel_first=True, peel_last=True),
 )
+NARROWER = Part(name="bf16 gradients between nodes", peel_first=True, peel_last=True, inter_node_dtype="bfloat16")
+"""No overlap, but less to hide: where gradients are sharded over nodes."""
 
 
 def main() -> None:
@@ -96,8 +102,11 @@ def parse_args() -> argparse.Namespace:
 
 
 def parts_of(plan: Plan) -> Sequence[Part]:
-    """All, or the first two where nothing is gathered or reduced once a step: the others would be the same program."""
-    return PARTS if plan.axes.grad or plan.axes.opt or plan.axes.replica else PARTS[:2]
+    """Those that are programs of their own: of overlap only two where nothing is gathered or reduced once a step."""
+    axes = plan.axes
+    parts = PARTS if axes.grad or axes.opt or axes.replica else PARTS[:2]
+    is_sharded = any(level(axis) == "inter" for axis in axes.param + axes.grad + axes.opt)
+    return [*parts, *([NARROWER] if is_sharded else [])]
 
 
 def measured(layout: launch.Layout, ranks: DataRanks, size: Size, strategy: str, args: argparse.Namespace) -> list[Row]:
