@@ -25,6 +25,7 @@ class TransformerConfig:
       norm_eps: added to the variance before the square root.
       init_std: standard deviation of the initial weights.
       attention: whose kernels attend; `attention.choose_attention` finds the fastest that work on a device.
+      loss_chunks: into how many chunks of tokens a microbatch is cut for its loss: logits are alive of one at a time.
 
     Raises:
       UserError: a size has the wrong type, is not positive or does not divide.
@@ -39,6 +40,7 @@ class TransformerConfig:
     norm_eps: float = 1e-5
     init_std: float = 0.02
     attention: AttentionImplementation = "xla"
+    loss_chunks: int = 1
 
     def __post_init__(self) -> None:
         for name, kind in typing.get_type_hints(type(self)).items():

@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from amsp_jax import context, tensor
 from amsp_jax.model import Batch, LossOutput, Model, ModelNumbers, Part, Split
 from models.config import TransformerConfig
+from models.loss import ChunkedLoss, cross_entropy
 
 
 class RMSNorm(nnx.Module):
@@ -153,33 +154,6 @@ def split_heads(x_BSD: jax.Array, head_dim: int) -> jax.Array:
     return x_BSD.reshape(*x_BSD.shape[:2], -1, head_dim)
 
 
-def cross_entropy(
-    logits_BSV: jax.Array, targets_BS: jax.Array, weights_BS: jax.Array, vocab_size: int | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """The weighted sum of the tokens' cross-entropies in nats, and the sum of the weights, float32.
-
-    Targets of weight 0 may be any integer.
-
-    Args:
-      logits_BSV: all logits, or this rank's columns.
-      targets_BS, weights_BS: of the same tokens.
-      vocab_size: columns of the whole without padding, which does not count; those of `logits_BSV` if None.
-    """
-    logits = logits_BSV.astype(jnp.float32)
-    columns = jax.lax.broadcasted_iota(targets_BS.dtype, logits.shape, 2)
-    num_columns = logits.shape[2]
-    if tensor.size() > 1:
-        columns = columns + (tensor.rank() * num_columns).astype(targets_BS.dtype)
-    # take_along_axis would make the backward a float32 scatter into [B, S, V]; a masked sum fuses with the softmax.
-    is_target = columns == targets_BS[..., None]
-    if vocab_size is not None and vocab_size < num_columns * tensor.size():
-        is_target &= columns < vocab_size
-        logits = jnp.where(columns < vocab_size, logits, -jnp.inf)
-    target_BS = tensor.total(jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1))
-    weights = weights_BS.astype(jnp.float32)
-    return jnp.sum((tensor.logsumexp(logits) - target_BS) * weights), jnp.sum(weights)
-
-
 class Head(nnx.Module):
     """Final norm, logits and loss; its own matrix [D, V] unless tied to the embedding's `table` [V, D]."""
 
@@ -191,6 +165,7 @@ class Head(nnx.Module):
             )
         self.tied = config.tied
         self.vocab_size = config.vocab_size
+        self.chunked_loss = ChunkedLoss(config.loss_chunks, 0 if config.tied else 1, config.vocab_size)
 
     def logits(self, embed_params: Any, x_BSD: jax.Array) -> jax.Array:
         """[B, S, V] in the compute dtype, whole on every rank."""
@@ -199,8 +174,12 @@ class Head(nnx.Module):
     def __call__(self, embed_params: Any, x_BSD: jax.Array, batch: Batch, rng: jax.Array) -> LossOutput:
         """((sum of losses, sum of weights), no aux), equal on all tensor ranks."""
         del rng
-        logits_BSV = self._own_logits(embed_params, x_BSD)
-        return cross_entropy(logits_BSV, batch["targets"], batch["weights"], self.vocab_size), {}
+        targets_BS, weights_BS = batch["targets"], batch["weights"]
+        if self.chunked_loss.num_chunks > 1:
+            x_BSD = tensor.enter(self.norm(x_BSD))
+            matrix = embed_params["table"] if self.tied else self.output.kernel[...]
+            return self.chunked_loss(x_BSD, matrix, targets_BS, weights_BS), {}
+        return cross_entropy(self._own_logits(embed_params, x_BSD), targets_BS, weights_BS, self.vocab_size), {}
 
     def _own_logits(self, embed_params: Any, x_BSD: jax.Array) -> jax.Array:
         x_BSD = tensor.enter(self.norm(x_BSD))

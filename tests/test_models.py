@@ -16,7 +16,8 @@ import pytest
 from amsp_jax.errors import UserError
 from models import MODELS, GPTConfig, LlamaConfig, build_model, gpt, llama, model_config
 from models.config import TransformerConfig
-from models.layers import cross_entropy, embed
+from models.layers import embed
+from models.loss import cross_entropy
 
 LLAMA = LlamaConfig(num_layers=2, hidden=32, ffn=48, num_heads=4, num_kv_heads=2, vocab_size=61)
 GPT = GPTConfig(num_layers=2, hidden=32, ffn=48, num_heads=4, vocab_size=61, max_seq_len=16)
