@@ -38,7 +38,7 @@ def draw_matrix(vocab_dim, dtype=jnp.float32, num_columns=VOCAB):
     return jnp.asarray(matrix if vocab_dim == 1 else matrix.T, dtype)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "llama, axes of 1"])
+@pytest.mark.parametrize("case", ["llama, t=4", "llama, t=4, 5 words", "gpt, t=4", "gpt, c=4", "llama, c=2, t=4"])
 def test_a_cut_model_with_chunks_equals_one_device_without(case):
     config, sizes = CASES[case]
     params, batch = draw(make(config)), make_batch(config.vocab_size)

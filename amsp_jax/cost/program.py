@@ -76,21 +76,31 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Operations in order, those without effect on the outputs left out; views are the values they show."""
+    """Operations in order, those without effect on the outputs left out; views are the values they show.
+
+    Attributes:
+      inputs, outputs, operations: as traced.
+      barred: values that went through an `optimization_barrier`: they are in memory before what follows it.
+    """
 
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     operations: tuple[Operation, ...]
+    barred: frozenset[Value] = frozenset()
 
 
 def flatten(closed: core.ClosedJaxpr) -> Program:
-    """Calls inlined; a scan's body is there once, with its trips as `repeats`."""
+    """Calls inlined; a scan's body is there once, with its trips as `repeats`.
+
+    A product that is added to a barred array is added in place: the array is an operand of the product and its result.
+    """
     flattener = _Flattener()
     jaxpr = closed.jaxpr
     environment = {v: flattener.fresh(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)}
     flattener.walk(jaxpr, environment, 1)
     outputs = tuple(flattener.read(v, environment) for v in jaxpr.outvars)
-    return pruned(Program(tuple(environment[v] for v in jaxpr.invars), outputs, tuple(flattener.operations)))
+    inputs, operations = tuple(environment[v] for v in jaxpr.invars), tuple(flattener.operations)
+    return pruned(Program(inputs, outputs, operations, frozenset(flattener.barred)))
 
 
 def pruned(program: Program) -> Program:
@@ -107,6 +117,9 @@ def pruned(program: Program) -> Program:
 class _Flattener:
     def __init__(self) -> None:
         self.operations: list[Operation] = []
+        self.barred: set[Value] = set()
+        # The place of each in `operations`.
+        self._products: dict[Value, int] = {}
         self._count = 0
 
     def fresh(self, aval: Any) -> Value:
@@ -135,11 +148,28 @@ class _Flattener:
         body = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
         if body is not None and not _KERNELS.match(name):
             return self._call(body, inputs, repeats)
+        if name == "optimization_barrier":
+            self.barred.update(known)
         if name in _VIEWS and len(known) == len(eqn.outvars):
             return [dataclasses.replace(v, shape=out.aval.shape) for v, out in zip(known, eqn.outvars, strict=True)]
+        if name == "add" and self._adds_in_place(known):
+            return [known[0]]
         outputs = tuple(self.fresh(v.aval) for v in eqn.outvars)
+        if name == "dot_general":
+            self._products[outputs[0]] = len(self.operations)
         self.operations.append(Operation(name, eqn.params, known, outputs, repeats))
         return list(outputs)
+
+    def _adds_in_place(self, terms: Sequence[Value]) -> bool:
+        """Whether the terms are a barred array and a product, which then becomes one that adds itself to it."""
+        if len(terms) != 2 or terms[0] not in self.barred or terms[0].shape != terms[1].shape:
+            return False
+        number = self._products.get(terms[1])
+        if number is None:
+            return False
+        product = self.operations[number]
+        self.operations[number] = dataclasses.replace(product, inputs=(*product.inputs, terms[0]), outputs=(terms[0],))
+        return True
 
     def _call(self, body: Any, inputs: Sequence[Value | None], repeats: int) -> list[Value]:
         jaxpr = getattr(body, "jaxpr", body)
@@ -161,7 +191,7 @@ class Materialised:
     def __init__(self, program: Program) -> None:
         self.program = program
         self._producer = {v: op for op in program.operations for v in op.outputs}
-        self._kept = {*program.inputs, *program.outputs}
+        self._kept = {*program.inputs, *program.outputs, *program.barred}
         for op in program.operations:
             self._kept.update(op.outputs if op.is_kernel or op.is_reduction else ())
             self._kept.update(op.inputs if op.is_kernel else ())
@@ -190,10 +220,12 @@ class Materialised:
 def traffic_bytes(program: Program) -> int:
     """Bytes that all kernels but matrix products and attention read and write; an estimate, see the module.
 
-    XLA merges kernels that read the same arrays, so this is an upper estimate of reads.
+    XLA merges kernels that read the same arrays, so this is an upper estimate of reads. An array that products are
+    added to is read and written by each.
     """
     memory, total = Materialised(program), 0
     for op in memory.roots():
+        total += 2 * op.repeats * sum(v.num_bytes for v in op.outputs if v in op.inputs)
         if not op.attention and not re.match("dot_general|conv", op.name):
             total += op.repeats * _moved_bytes(op, memory)
     return total
@@ -222,14 +254,17 @@ def peak_bytes(program: Program, kept: Iterable[Value], ignored: Iterable[Value]
             expiring[step].append(value)
     alive = peak = sum(v.num_bytes for v in set(program.inputs) - skipped)
     for step, op in enumerate(program.operations):
-        alive += sum(v.num_bytes for v in op.outputs if v in memory and v not in skipped)
+        alive += sum(v.num_bytes for v in op.outputs if v in memory and v not in skipped and v not in op.inputs)
         peak = max(peak, alive)
         alive -= sum(v.num_bytes for v in expiring[step])
     return peak
 
 
 def products_into(program: Program, outputs: Iterable[Value]) -> tuple[frozenset[Value], frozenset[Value]]:
-    """(results, operands) of the kernels from whose results alone `outputs` are computed, elementwise or not at all."""
+    """(results, operands) of the kernels from whose results alone `outputs` are computed, elementwise or not at all.
+
+    Where a barrier has a result computed before, it takes the place of the operands.
+    """
     producers = {v: op for op in program.operations for v in op.outputs}
     results: set[Value] = set()
     operands: set[Value] = set()
@@ -238,6 +273,9 @@ def products_into(program: Program, outputs: Iterable[Value]) -> tuple[frozenset
         value = pending.pop()
         op = producers.get(value)
         if op is None or value in results or op.is_reduction:
+            continue
+        if value in program.barred:
+            operands.add(value)
             continue
         results.add(value)
         if op.is_kernel:

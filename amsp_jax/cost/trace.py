@@ -281,7 +281,7 @@ def _backward_memory(program: Program, gradients: Iterable[Value], ignored: set[
     """`PartTrace.backward_bytes` and `.pending_bytes` of a backward pass; `ignored` inputs are not counted."""
     results, operands = products_into(program, gradients)
     operands -= ignored
-    return peak_bytes(program, operands, {*ignored, *results, *gradients}), _sum_bytes(operands)
+    return peak_bytes(program, operands, {*ignored, *results, *gradients} - operands), _sum_bytes(operands)
 
 
 def _sum_bytes(values: Iterable[Value]) -> int:
@@ -290,10 +290,12 @@ def _sum_bytes(values: Iterable[Value]) -> int:
 
 
 def _minus(whole: Work, part: Work) -> Work:
-    """The work of a program that begins with `part`."""
+    """The work of a program without that of `part`, which it does, too."""
     forward, backward = (w - p for w, p in zip(whole.attention_flops, part.attention_flops, strict=True))
-    matmuls = whole.matmuls[len(part.matmuls) :]
-    return Work(matmuls, (forward, backward), whole.memory_bytes - part.memory_bytes)
+    matmuls = list(whole.matmuls)
+    for matmul in part.matmuls:
+        matmuls.remove(matmul)
+    return Work(tuple(matmuls), (forward, backward), whole.memory_bytes - part.memory_bytes)
 
 
 def _work(program: Program) -> Work:
