@@ -78,10 +78,11 @@ class ChunkedLoss:
         Raises:
           UserError: there are fewer tokens than chunks.
         """
-        if self.num_chunks > targets_BS.size:
+        num_tokens = targets_BS.size
+        if self.num_chunks > num_tokens:
             raise UserError(
-                f"loss_chunks={self.num_chunks} is more than the {targets_BS.size} tokens of a microbatch on one device "
-                f"(rows x tokens of a row: {targets_BS.shape}); set the model's loss_chunks to {targets_BS.size} or less"
+                f"loss_chunks={self.num_chunks} is more than the {num_tokens} tokens of a microbatch on one device "
+                f"(rows x tokens of a row: {targets_BS.shape}); set the model's loss_chunks to {num_tokens} or less"
             )
         x_TD, targets_T, weights_T = x_BSD.reshape(-1, x_BSD.shape[2]), targets_BS.reshape(-1), weights_BS.reshape(-1)
         return _loss(self, x_TD, matrix, targets_T, weights_T), jnp.sum(weights_T.astype(jnp.float32))

@@ -83,6 +83,40 @@ def test_head_holds_logits_and_their_cotangents(model):
     assert logits < head.pending_bytes < 1.1 * logits
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_loss_in_chunks_has_the_same_work_and_one_chunks_logits(tied):
+    whole, cut = (build("llama-7b", num_kv_heads=4, tied=tied, loss_chunks=n) for n in (1, 8))
+    expected, head = trace(whole).head, trace(cut).head
+    assert compute.flops(Sketch.of(cut), trace(cut)) == compute.flops(Sketch.of(whole), trace(whole))
+    tokens, hidden, vocab = ROWS * SEQ // 8, SIZES["hidden"], 32000
+    logits, dx, dmatrix = (tokens, hidden, vocab), (tokens, vocab, hidden), (hidden, tokens, vocab)
+    if tied:
+        dmatrix = (vocab, tokens, hidden)
+    assert head.forward.matmuls == (Matmul(1, *logits, 1),) * 8
+    assert head.backward.matmuls == (Matmul(1, *dx, 1), Matmul(1, *dmatrix, 1)) * 8
+    # The float32 sum, and a chunk's logits and their cotangents; then the rounded sum waits for its reduction.
+    matrix = hidden * vocab
+    assert head.backward_bytes == pytest.approx(4 * matrix + 2 * 2 * tokens * vocab, rel=0.05)
+    assert head.pending_bytes == 2 * matrix < expected.pending_bytes
+    # Each product after the first reads and writes the sum.
+    assert head.backward.memory_bytes - expected.backward.memory_bytes > 7 * 2 * 4 * matrix
+
+
+def test_a_product_is_added_in_place_to_a_barred_array():
+    def f(x, w):
+        total = x @ w
+        for _ in range(3):
+            x, total = jax.lax.optimization_barrier((x * 2, total))
+            total = total + x @ w
+        return total
+
+    program = flatten(jax.make_jaxpr(f)(jnp.ones((64, 64)), jnp.ones((64, 64))))
+    products = [op for op in program.operations if op.name == "dot_general"]
+    assert [op.outputs for op in products] == [program.outputs] * 4
+    # Operands, the sum, and the next product's x.
+    assert peak_bytes(program, (), ()) <= 5 * 64 * 64 * 4
+
+
 def test_a_model_without_blocks_is_a_head():
     def loss(params, batch, rng):
         x = jax.nn.one_hot(batch["tokens"], 8, dtype=params["w"].dtype)
