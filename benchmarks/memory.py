@@ -35,6 +35,7 @@ from amsp_jax.strategy import DataRanks
 from models.registry import build_model
 
 ROOT = Path(__file__).parent.parent
+Overrides = tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,14 @@ class Setting:
     accumulation: int
     num_nodes: int = 1
     reduce_dtype: str = "float32"
+    vocab_size: int = 0
+    loss_chunks: int = 1
+
+    @property
+    def overrides(self) -> dict[str, int]:
+        """Of the model's configuration; a vocabulary of 0 is its own."""
+        vocabulary = {"vocab_size": self.vocab_size} if self.vocab_size else {}
+        return {"num_layers": self.num_layers, "loss_chunks": self.loss_chunks, **vocabulary}
 
     @property
     def seq_len(self) -> int:
@@ -60,7 +69,7 @@ class Setting:
         """Of `train_step.py`."""
         return {
             "model": self.model,
-            "overrides": {"num_layers": self.num_layers},
+            "overrides": self.overrides,
             "strategy": self.strategy,
             "remat": self.remat,
             "microbatch": self.microbatch,
@@ -103,6 +112,12 @@ SETTINGS = [
     Setting("gpt-22b", 4, "ddp", "projections", 1, 1),
     Setting("gpt-22b", 4, "zero2", "none", 1, 4),
     Setting("gpt-22b", 4, "zero3", "full", 4, 1),
+    *(
+        Setting("llama-7b", 4, strategy, "projections", 4, 1, 1, "bfloat16", 128000, num_chunks)
+        for strategy in ("zero2", "zero3")
+        for num_chunks in (1, 4, 8, 16)
+    ),
+    *(Setting("llama-7b", 4, "zero3", "projections", 2, 4, 1, "float32", 128000, num_chunks) for num_chunks in (1, 8)),
 ]
 
 
@@ -158,30 +173,32 @@ def table(rows: dict[Setting, dict[str, Any]]) -> Iterator[str]:
         # The compiled figure has two decimals.
         assert abs(arguments - rows[s]["argument_gib"]) < 0.006, (s, arguments)
         remat = s.remat if s.reduce_dtype == "float32" else f"{s.remat}, {s.reduce_dtype} reduction"
+        vocabulary = f", vocabulary {s.vocab_size}, loss_chunks {s.loss_chunks}" if s.vocab_size else ""
         yield (
-            f"| {s.model}, {s.num_layers} layers | {s.strategy} | {s.num_nodes} | {remat} | {s.microbatch} | "
-            f"{s.accumulation} | {arguments:.2f} | {peak:.2f} | {total:.2f} | {total / peak - 1:+.1%} |"
+            f"| {s.model}, {s.num_layers} layers{vocabulary} | {s.strategy} | {s.num_nodes} | {remat} | "
+            f"{s.microbatch} | {s.accumulation} | {arguments:.2f} | {peak:.2f} | {total:.2f} | {total / peak - 1:+.1%} |"
         )
 
 
 def predict(setting: Setting) -> memory.MemoryEstimate:
     """The planner's estimate."""
-    sketch = sketch_of(setting.model, setting.num_layers)
+    overrides = tuple(setting.overrides.items())
+    sketch = sketch_of(setting.model, overrides)
     plan = make_plan(setting.strategy, sketch.model.abstract_params(), DataRanks(4, setting.num_nodes))
     optimizer = make_optimizer("adamw", 3e-4, weight_decay=0.1, clip_norm=1.0)
     settings = StepSettings(reduce_dtype=jnp.dtype(setting.reduce_dtype), remat=Remat(setting.remat))
-    trace = trace_of(setting.model, setting.num_layers, setting.microbatch, setting.seq_len, settings.remat)
+    trace = trace_of(setting.model, overrides, setting.microbatch, setting.seq_len, settings.remat)
     return memory.estimate(sketch, plan, trace, optimizer, settings, setting.accumulation)
 
 
 @functools.cache
-def sketch_of(model: str, num_layers: int) -> Sketch:
-    return Sketch.of(build_model(model, {"num_layers": num_layers}, attention="cudnn"))
+def sketch_of(model: str, overrides: Overrides) -> Sketch:
+    return Sketch.of(build_model(model, dict(overrides), attention="cudnn"))
 
 
 @functools.cache
-def trace_of(model: str, num_layers: int, microbatch: int, seq_len: int, remat: Remat) -> ModelTrace:
-    return trace_model(sketch_of(model, num_layers), microbatch, seq_len, remat, jnp.bfloat16)
+def trace_of(model: str, overrides: Overrides, microbatch: int, seq_len: int, remat: Remat) -> ModelTrace:
+    return trace_model(sketch_of(model, overrides), microbatch, seq_len, remat, jnp.bfloat16)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,11 @@ import pytest
 
 from amsp_jax.cost import compute
 from amsp_jax.cost.program import flatten, peak_bytes, traffic_bytes
+from amsp_jax.cost.ranks import rank_trace
 from amsp_jax.cost.sketch import Sketch
 from amsp_jax.cost.trace import Matmul, cudnn_assumed, trace_model
 from amsp_jax.model import Model
+from amsp_jax.parallel import ModelParallel
 from amsp_jax.stack import Remat
 from models.registry import build_model
 
@@ -98,6 +100,8 @@ def test_a_loss_in_chunks_has_the_same_work_and_one_chunks_logits(tied):
     matrix = hidden * vocab
     assert head.backward_bytes == pytest.approx(4 * matrix + 2 * 2 * tokens * vocab, rel=0.05)
     assert head.pending_bytes == 2 * matrix < expected.pending_bytes
+    assert (expected.params_bytes, head.params_bytes) == ((0, 0), (4 * matrix, 2 * matrix))
+    assert rank_trace(trace(cut), ModelParallel(context=2), Remat.PROJECTIONS).head.pending_bytes == 2 * matrix
     # Each product after the first reads and writes the sum.
     assert head.backward.memory_bytes - expected.backward.memory_bytes > 7 * 2 * 4 * matrix
 

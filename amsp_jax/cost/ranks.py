@@ -92,7 +92,8 @@ def rank_trace(trace: ModelTrace, parallel: ModelParallel, remat: Remat) -> Mode
 
     Work is left as it is; `shares` says what of it is a rank's. Each half of a block has its whole sequence, before the
     first product and after the last, alive in the backward pass; what waits for a parameter's gradient is whole, too.
-    With nothing rematerialised the sequence before the first product is kept, whole.
+    With nothing rematerialised the sequence before the first product is kept, whole. Sums of parameters' gradients are
+    1/t.
     """
     if parallel.tensor * parallel.context == 1:
         return trace
@@ -112,11 +113,13 @@ def _rank_part(
     ranks = parallel.tensor * parallel.context
     whole = num_halves * (part.output_bytes if flows is None else flows)
     more = whole // parallel.context - whole // ranks
+    # Of parameters a context rank has as many as one device.
+    backward, pending = (size - size // parallel.context for size in part.params_bytes)
     return dataclasses.replace(
         part,
         saved_bytes=-(-part.saved_bytes // ranks) + (more if keeps else 0),
-        backward_bytes=-(-part.backward_bytes // ranks) + more,
-        pending_bytes=-(-part.pending_bytes // ranks) + more,
+        backward_bytes=-(-part.backward_bytes // ranks) + more + backward // parallel.tensor,
+        pending_bytes=-(-part.pending_bytes // ranks) + more + pending // parallel.tensor,
         output_bytes=-(-part.output_bytes // ranks),
         attended_bytes=-(-part.attended_bytes // ranks),
     )

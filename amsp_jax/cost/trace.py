@@ -76,6 +76,8 @@ class PartTrace:
       pending_bytes: those operands, all of which a scheduler may keep until the products are run.
       output_bytes: of what flows to the next part.
       attended_bytes: of the keys and values that its attention reads.
+      params_bytes: what of backward_bytes and of pending_bytes is as large as parameters, however few the tokens: sums
+        of gradients, and those that wait to be reduced.
     """
 
     forward: Work
@@ -85,6 +87,7 @@ class PartTrace:
     pending_bytes: int
     output_bytes: int
     attended_bytes: int = 0
+    params_bytes: tuple[int, int] = (0, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -264,24 +267,28 @@ def _trace(
         ignored = counts.borrowed(back)
         forward_work = _work(pruned(dataclasses.replace(ahead, outputs=results)))
         backward_work = _minus(_work(back), forward_work)
-    backward_bytes, pending_bytes = _backward_memory(back, back.outputs[: counts.params], ignored)
     part = PartTrace(
         forward=forward_work,
         backward=backward_work,
         saved_bytes=_sum_bytes(set(kept) - borrowed),
-        backward_bytes=backward_bytes,
-        pending_bytes=pending_bytes,
         output_bytes=_sum_bytes(results),
         attended_bytes=_attended_bytes(ahead),
+        **_backward_memory(back, back.outputs[: counts.params], ignored),
     )
     return part, output
 
 
-def _backward_memory(program: Program, gradients: Iterable[Value], ignored: set[Value]) -> tuple[int, int]:
-    """`PartTrace.backward_bytes` and `.pending_bytes` of a backward pass; `ignored` inputs are not counted."""
+def _backward_memory(program: Program, gradients: Iterable[Value], ignored: set[Value]) -> dict[str, Any]:
+    """The fields of a `PartTrace` about memory in a backward pass; `ignored` inputs are not counted."""
     results, operands = products_into(program, gradients)
     operands -= ignored
-    return peak_bytes(program, operands, {*ignored, *results, *gradients} - operands), _sum_bytes(operands)
+    sums = {value for op in program.operations for value in op.outputs if value in op.inputs}
+    waiting = (operands & program.barred).difference(program.inputs)
+    return {
+        "backward_bytes": peak_bytes(program, operands, {*ignored, *results, *gradients} - operands),
+        "pending_bytes": _sum_bytes(operands),
+        "params_bytes": (_sum_bytes(sums), _sum_bytes(waiting)),
+    }
 
 
 def _sum_bytes(values: Iterable[Value]) -> int:
