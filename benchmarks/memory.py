@@ -176,7 +176,8 @@ def table(rows: dict[Setting, dict[str, Any]]) -> Iterator[str]:
         vocabulary = f", vocabulary {s.vocab_size}, loss_chunks {s.loss_chunks}" if s.vocab_size else ""
         yield (
             f"| {s.model}, {s.num_layers} layers{vocabulary} | {s.strategy} | {s.num_nodes} | {remat} | "
-            f"{s.microbatch} | {s.accumulation} | {arguments:.2f} | {peak:.2f} | {total:.2f} | {total / peak - 1:+.1%} |"
+            f"{s.microbatch} | {s.accumulation} | "
+            f"{arguments:.2f} | {peak:.2f} | {total:.2f} | {total / peak - 1:+.1%} |"
         )
 
 

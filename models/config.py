@@ -25,7 +25,8 @@ class TransformerConfig:
       norm_eps: added to the variance before the square root.
       init_std: standard deviation of the initial weights.
       attention: whose kernels attend; `attention.choose_attention` finds the fastest that work on a device.
-      loss_chunks: into how many chunks of tokens a microbatch is cut for its loss: logits are alive of one at a time.
+      loss_chunks: into how many chunks a device cuts the tokens of a microbatch for the loss: the logits of one are alive
+        at a time. For large vocabularies.
 
     Raises:
       UserError: a size has the wrong type, is not positive or does not divide.

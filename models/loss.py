@@ -52,8 +52,8 @@ class ChunkedLoss:
     """`cross_entropy` of the products of hidden states and the head's matrix, with one chunk's logits alive at a time.
 
     Differentiated, the forward pass makes the gradients of both beside the loss, so that no product is computed twice.
-    That of the matrix is summed over chunks in float32 and rounded once. Chunks are written out one after another: a
-    scan's took more memory, and its slices are asynchronous copies on GPUs.
+    That of the matrix is summed over chunks in float32 and rounded once. Chunks are written out one after another: as a
+    scan they took more memory (docs/design/step.md).
 
     Attributes:
       num_chunks: of a microbatch's tokens on a device, as equal as can be.
