@@ -25,8 +25,8 @@ class TransformerConfig:
       norm_eps: added to the variance before the square root.
       init_std: standard deviation of the initial weights.
       attention: whose kernels attend; `attention.choose_attention` finds the fastest that work on a device.
-      loss_chunks: into how many chunks a device cuts the tokens of a microbatch for the loss: the logits of one are alive
-        at a time. For large vocabularies.
+      loss_chunks: into how many chunks a device cuts the tokens of a microbatch for the loss, as the logits of one are
+        alive at a time; for large vocabularies.
 
     Raises:
       UserError: a size has the wrong type, is not positive or does not divide.
