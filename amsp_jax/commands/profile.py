@@ -113,15 +113,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, list[str]]:
     if not config.is_auto:
         parse(config.strategy)
     cli.build_model(config)
-    layout = launch.setup(
-        simulated_nodes=config.simulated_nodes,
-        simulated_devices_per_node=config.simulated_devices_per_node,
-        devices_per_node=config.devices_per_node,
-        coordinator=args.coordinator,
-        num_processes=args.num_processes,
-        process_id=args.process_id,
-        same={**config.settings(), "--steps": str(args.steps)},
-    )
+    layout = cli.set_up(args, config, same={**config.settings(), "--steps": str(args.steps)})
     built = cli.build_model(config, layout.devices[0])
     chosen = auto.choose(config, built.model, layout) if config.is_auto else None
     if chosen:
