@@ -297,6 +297,7 @@ MISTAKES = {
     "not a run": (["RUN_DIR=notes"], ["notes", "run.json"]),
     "a file": (["RUN_DIR=binary.txt"], ["binary.txt", "is a file"]),
     "no weights": (["INIT_FROM=empty"], ["INIT_FROM=empty", "no complete checkpoint"]),
+    "more stages than devices": (["PIPELINE=64"], ["PIPELINE=64", "8 devices", "; 1 would"]),
     "other devices": (["SIMULATED_NODES=3"], ["12 simulated devices", "8"]),
 }
 
