@@ -246,6 +246,22 @@ def test_all_parts_in_order(shell):
     assert all(line.startswith("== ") for line in again.stdout.splitlines())
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["strategies.py", "--size=tiny", "--cluster=nowhere.json", "--out=rows.jsonl"], "nowhere.json"),
+        (["train_step.py", "--devices=2", "--model=llama-tiny", "--strategy=zero9"], "zero9"),
+    ],
+    ids=lambda value: value[0],
+)
+def test_a_mistake_is_one_line(command, message, tmp_path):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    program = [sys.executable, BENCHMARKS / command[0], *command[1:]]
+    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and message in done.stderr and done.stderr.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_a_second_start_finds_the_step_in_the_cache(tmp_path):
     sizes = str(dict(SMALL.overrides))
