@@ -31,14 +31,13 @@ from amsp_jax.step import StepSettings
 from amsp_jax.strategy import DataRanks
 from models.registry import build_model
 
-FLOAT32 = Reduction.of(jnp.float32)
-
 ROOT = Path(__file__).parents[1]
 needs_plugin = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs the cuda extra: pip install -e '.[cuda]'"
 )
 
 VOCAB, HIDDEN, ROWS, SEQ = 24, 16, 4, 3
+FLOAT32 = Reduction.of(jnp.float32)
 
 
 def embed_init(key):
