@@ -95,6 +95,13 @@ def test_the_planner_s_choice_comes_first_and_what_has_a_row_does_not():
     assert [(s.accumulation, s.strategy) for s in rest] == [(4, "a"), (1, "a"), (1, "b")]
 
 
+def test_a_dtype_between_nodes_is_a_setting_of_its_own():
+    args = argparse.Namespace(accumulation=[4], inter_node_dtype="bfloat16")
+    rows = [timed("a", 1.0), timed("b", 1.0, inter_node_dtype="bfloat16")]
+    assert [s.strategy for s in strategies.left(rows, strategies.settings({"a": [], "b": []}, {}, args))] == ["a"]
+    assert [strategies.strategy_cell(row) for row in rows] == ["a", "b, bfloat16 between nodes"]
+
+
 def test_ratios_are_to_the_choice_or_else_to_the_fastest():
     rows = [timed("a", 3.0), timed("b", 2.0, is_choice=True), timed("c", 1.0)]
     assert [strategies.ratio(row, rows) for row in rows] == ["1.50x", "1.00x (the choice)", "0.50x"]
