@@ -124,8 +124,10 @@ def plan_of(strategy):
 
 
 def test_only_what_is_gathered_or_reduced_once_a_step_has_all_parts():
-    assert len(ablation.parts_of(plan_of("zero1")[1])) == len(ablation.parts_of(plan_of("ddp")[1])) == 4
-    assert len(ablation.parts_of(plan_of("zero3")[1])) == 2
+    assert len(ablation.parts_of(plan_of("ddp")[1])) == 4
+    # Those that shard gradients over nodes may send them in a narrower dtype.
+    assert list(ablation.parts_of(plan_of("zero1")[1])) == [*ablation.PARTS, ablation.NARROWER]
+    assert list(ablation.parts_of(plan_of("zero3")[1])) == [*ablation.PARTS[:2], ablation.NARROWER]
 
 
 def test_parts_add_overlap_up_to_the_default_step():
@@ -140,7 +142,7 @@ def test_parts_add_overlap_up_to_the_default_step():
 def test_parts_take_turns(bfloat16):
     args = argparse.Namespace(accumulation=3, steps=8, most_s=0.0)
     rows = ablation.measured(layout(), DataRanks(1, 2), SMALL, "zero3", args)
-    assert [row["part"] for row in rows] == ["no overlap", "blocks' gathers and scatters"]
+    assert [row["part"] for row in rows] == [part.name for part in (*ablation.PARTS[:2], ablation.NARROWER)]
     assert all(len(row["times_s"]) == ablation.NUM_TURNS * ablation.NUM_LEAST for row in rows)
     assert len(rows[0]["warmup_s"]) == ablation.NUM_WARMUP
 
