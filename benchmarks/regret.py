@@ -73,7 +73,7 @@ def parse_args() -> argparse.Namespace:
     for command in (tables, steps):
         add_device_arguments(command)
     report = commands.add_parser("report", help="write the table and the plot")
-    report.add_argument("--in", dest="folder", type=Path, required=True, metavar="DIR")
+    report.add_argument("--in", dest="folders", type=Path, nargs="+", required=True, metavar="DIR", help="of sittings")
     report.add_argument("--out", type=Path, default=Path(__file__).parent, help="for regret.md and regret.png")
     report.set_defaults(run=run_report)
     return parser.parse_args()
@@ -105,7 +105,7 @@ def run_calibrate(args: argparse.Namespace) -> None:
 def run_report(args: argparse.Namespace) -> None:
     import regret_report
 
-    regret_report.write(args.folder, args.out)
+    regret_report.write(args.folders, args.out)
 
 
 def run_picks(args: argparse.Namespace) -> None:

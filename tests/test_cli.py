@@ -117,6 +117,11 @@ MISTAKES = [
     (["--gin.MODEL_OVERRIDES=8"], ["MODEL_OVERRIDES=8", "{'num_layers': 8}"]),
     (["--gin.REMAT=projection"], ["REMAT='projection'", "did you mean projections?"]),
     (["--gin.COMPUTE_DTYPE=bf16"], ["COMPUTE_DTYPE='bf16'", "float32, bfloat16"]),
+    (["--gin.INTER_NODE_DTYPE=bf16"], ["INTER_NODE_DTYPE='bf16'", "float32, bfloat16 or None"]),
+    (
+        ["--gin.INTER_NODE_DTYPE=float32", "--gin.REDUCE_DTYPE=bfloat16"],
+        ["INTER_NODE_DTYPE='float32'", "REDUCE_DTYPE='bfloat16'", "leave it at None"],
+    ),
     (["--gin.STRATGY=zero3"], ["STRATGY", "did you mean STRATEGY?"]),
     (["--gin.steps=3"], ["steps", "did you mean STEPS?"]),
     (["--gin.TrainConfig.steps=3"], ["TrainConfig.steps", "did you mean STEPS?"]),

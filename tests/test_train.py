@@ -197,6 +197,15 @@ def test_a_dry_run_writes_nothing(corpus: Path, capsys: pytest.CaptureFixture[st
     assert not Path("run").exists()
 
 
+@pytest.mark.parametrize(("strategy", "is_told"), [("mics", True), (STRATEGY, False)])
+def test_a_dtype_between_nodes_without_effect_is_told(
+    strategy: str, is_told: bool, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [f"--gin.DATA={corpus}", f"--gin.STRATEGY={strategy}", "--gin.INTER_NODE_DTYPE=bfloat16", "--dry-run"]
+    assert train.main([*MICRO, *flags]) == 0
+    assert ("INTER_NODE_DTYPE=bfloat16 has no effect: " in capsys.readouterr().out) == is_told
+
+
 @pytest.mark.parametrize(
     ("flags", "last", "message"),
     [

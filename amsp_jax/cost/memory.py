@@ -3,8 +3,9 @@
 Arguments are exact. Temporaries follow what XLA's scheduler was seen to keep in compiled programs
 (benchmarks/memory.md):
 - operands of the products that make parameter gradients wait for them, for as long as no barrier says otherwise;
-- where gradients are reduced each microbatch, the barriers of `stack` hold at most `reduction_window` of them: while a
-  block runs backward, the one before it still waits as operands, the oldest has been reduced, the others are full.
+- where gradients are reduced, in each microbatch or once a step inside the last, the barriers of `stack` hold at most
+  `reduction_window` of them: while a block runs backward, the one before it still waits as operands, the oldest has
+  been reduced, the others are full. In the microbatches before the last, operands were not seen to wait for longer.
 """
 
 from __future__ import annotations
@@ -174,10 +175,10 @@ class _Moments:
         kinds = [PartBytes.of(block, leaves, *wire) for block, leaves in zip(trace.blocks, blocks, strict=True)]
         self.embed, self.head = PartBytes.of(trace.embed, embed, *wire), PartBytes.of(trace.head, head, *wire)
         self.backwards = [kinds[kind] for kind in reversed(sketch.order)]
-        self.window = reduction_window(blocks)
         self.accumulates, self.tied, self.axes = accumulation > 1, sketch.model.tied, plan.axes
         self.has_replicas = bool(self.axes.replica) or plan.parallel.context > 1
         once = bool(self.axes.grad or self.axes.opt or self.axes.replica)
+        self.window = reduction_window(blocks, is_last=once and settings.peel_last)
         peels = once and settings.peel_first and settings.peel_last
         # The zeros of the peeled microbatches are one array, alive across the loop, which has its own.
         zeros = sum(_num_values(leaf) for leaf in jax.tree.leaves(embed)) * GRAD_BYTES
