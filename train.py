@@ -52,15 +52,7 @@ def _run(line: cli.CommandLine) -> None:
     cli.build_model(config)
 
     # Devices, in order; from here on jax runs.
-    layout = launch.setup(
-        simulated_nodes=config.simulated_nodes,
-        simulated_devices_per_node=config.simulated_devices_per_node,
-        devices_per_node=config.devices_per_node,
-        coordinator=line.coordinator,
-        num_processes=line.num_processes,
-        process_id=line.process_id,
-        same=config.settings(),
-    )
+    layout = cli.set_up(line, config, same=config.settings())
     built = cli.build_model(config, layout.devices[0])
     launch.own_watch().doing("choosing the strategy")
     chosen = auto.choose(config, built.model, layout) if config.is_auto else None

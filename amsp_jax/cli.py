@@ -14,13 +14,14 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import gin
 import jax
 
+from amsp_jax import launch
 from amsp_jax.config import FIELDS, TrainConfig, did_you_mean
 from amsp_jax.errors import BadNumbersError, Stopped, UserError
 from amsp_jax.gin_safety import check_text, checked_files
@@ -127,7 +128,7 @@ def positive(kind: Callable[[str], float]) -> Callable[[str], float]:
 
 
 def add_device_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of a command that runs on the devices; they are those of `launch.setup`."""
+    """The arguments of a command that runs on the devices, for `set_up`."""
     number = positive(int)
     parser.add_argument("--devices-per-node", type=number, metavar="N", help="split each node into logical ones")
     parser.add_argument("--simulated-nodes", type=number, metavar="N", help="on the CPU: nodes to simulate")
@@ -135,6 +136,31 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="of several processes that SLURM did not start")
     parser.add_argument("--num-processes", type=number, metavar="N", help="how many they are")
     parser.add_argument("--process-id", type=int, metavar="I", help="which one this is, from 0")
+
+
+def set_up(
+    args: argparse.Namespace | CommandLine, config: TrainConfig | None = None, same: Mapping[str, str] | None = None
+) -> launch.Layout:
+    """The devices, in order; from here on jax runs.
+
+    Args:
+      args: which processes there are; without a config also their devices, as `add_device_arguments` has them.
+      config: of a run, whose devices are settings.
+      same: as in `launch.setup`.
+
+    Raises:
+      UserError: as `launch.setup` does.
+    """
+    grid: Any = config or args
+    return launch.setup(
+        simulated_nodes=grid.simulated_nodes,
+        simulated_devices_per_node=grid.simulated_devices_per_node,
+        devices_per_node=grid.devices_per_node,
+        coordinator=args.coordinator,
+        num_processes=args.num_processes,
+        process_id=args.process_id,
+        same=same,
+    )
 
 
 def parse_command_line(argv: Sequence[str], *, default_file: str | None = None) -> CommandLine:

@@ -22,6 +22,7 @@ from amsp_jax.mesh import level
 from amsp_jax.plan import LeafPlan, crop, pad
 
 Axes = tuple[str, ...]
+"""Names of mesh axes."""
 
 GATHERED = "gathered"
 """The `checkpoint_name` of gathered parameters: no rematerialisation policy may save them."""

@@ -88,8 +88,7 @@ def prepare(config: TrainConfig, model: Model, vocab_size: int, layout: Layout) 
     Raises:
       UserError: the strategy, what the model is cut into, the batch, the memory, the optimizer or the data do not fit.
     """
-    parallel = parallel_of(config)
-    ranks = parallel.data_ranks(layout.num_nodes, layout.devices_per_node)
+    parallel, ranks = parallel_of(config), ranks_of(config, model, layout)
     plan = plan_model(config.strategy, model, ranks, layout.devices, config.compute_dtype, parallel)
     check_sequence(config.seq_len, config.context, config.tensor)
     batch = batch_shape(config.global_batch, config.microbatch, ranks.total, config.seq_len, parallel.total)
@@ -142,6 +141,16 @@ def parallel_of(config: TrainConfig) -> ModelParallel:
     return ModelParallel(pipeline=config.pipeline, context=config.context, tensor=config.tensor)
 
 
+def ranks_of(config: TrainConfig, model: Model, layout: Layout) -> DataRanks:
+    """The data ranks of a stage.
+
+    Raises:
+      UserError: what the model is cut into does not divide the devices.
+    """
+    max_stages = len(model.blocks) // config.virtual_stages
+    return parallel_of(config).data_ranks(layout.num_nodes, layout.devices_per_node, max_stages)
+
+
 def check_stages(config: TrainConfig, model: Model, num_microbatches: int) -> None:
     """Raises UserError unless the pipeline's schedule exists for these settings."""
     schedule.Schedule(config.schedule, config.pipeline, config.virtual_stages, num_microbatches)
@@ -157,8 +166,7 @@ def compiler_options(config: TrainConfig, model: Model, layout: Layout) -> dict[
     """
     if layout.platform == "cpu":
         return {}
-    ranks = parallel_of(config).data_ranks(layout.num_nodes, layout.devices_per_node)
-    degrees = parse(config.strategy).resolve(ranks)
+    degrees = parse(config.strategy).resolve(ranks_of(config, model, layout))
     reduction = step_settings(config).reduction
     options = xla_flags.combine_thresholds(model, degrees, config.compute_dtype, reduction, config.tensor)
     return xla_flags.without(options, os.environ.get("XLA_FLAGS", ""))

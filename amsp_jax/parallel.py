@@ -47,31 +47,34 @@ class ModelParallel:
         """The mesh axes, those of size 1 included."""
         return {STAGE: self.pipeline, CONTEXT: self.context, TENSOR: self.tensor}
 
-    def data_ranks(self, num_nodes: int, devices_per_node: int) -> DataRanks:
+    def data_ranks(self, num_nodes: int, devices_per_node: int, max_stages: int | None = None) -> DataRanks:
         """The data ranks of one stage: on its own nodes, or inside a node that holds several stages.
+
+        Args:
+          num_nodes, devices_per_node: the cluster.
+          max_stages: as many as the model has blocks for; no error suggests more.
 
         Raises:
           UserError: the devices do not divide, or a tensor or context group would span nodes.
         """
-        total = num_nodes * devices_per_node
+        total, inner = num_nodes * devices_per_node, self.context * self.tensor
+        stages = _stages(num_nodes, devices_per_node, inner, max_stages)
         if total % self.total:
+            fit = [n * inner for n in stages] or _divisors(total)
             raise UserError(
                 f"{self} take {self.total} devices, which do not divide the {total} devices of {num_nodes} nodes x "
-                f"{devices_per_node}; {_nearest(total, self.total)} would"
+                f"{devices_per_node}; {_nearest(fit, self.total)} would"
             )
-        inner = self.context * self.tensor
         if devices_per_node % inner:
             raise UserError(
                 f"TENSOR={self.tensor} x CONTEXT={self.context} = {inner} must divide the {devices_per_node} devices "
-                f"of a node, so that each group lies inside one; {_nearest(devices_per_node, inner)} would"
+                f"of a node, so that each group lies inside one; {_nearest(_divisors(devices_per_node), inner)} would"
             )
         per_stage = total // self.pipeline
         if per_stage % devices_per_node and devices_per_node % per_stage:
-            within = [n for n in range(num_nodes, total + 1, num_nodes) if total % (n * inner) == 0]
-            fit = [n for n in range(1, num_nodes) if num_nodes % n == 0] + within
             raise UserError(
                 f"PIPELINE={self.pipeline} stages of {per_stage} devices fill neither whole nodes of "
-                f"{devices_per_node} nor equal parts of one; {_nearest_of(fit, self.pipeline)} would"
+                f"{devices_per_node} nor equal parts of one; {_nearest(stages, self.pipeline)} would"
             )
         return DataRanks(min(per_stage, devices_per_node) // inner, max(1, per_stage // devices_per_node))
 
@@ -80,9 +83,18 @@ class ModelParallel:
         return " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "PIPELINE=1"
 
 
-def _nearest(total: int, wanted: int) -> str:
-    return _nearest_of([d for d in range(1, total + 1) if total % d == 0], wanted)
+def _stages(num_nodes: int, devices_per_node: int, inner: int, max_stages: int | None) -> list[int]:
+    """The numbers of stages that `data_ranks` takes; none where groups of `inner` devices do not fill a node."""
+    if devices_per_node % inner:
+        return []
+    most = num_nodes * devices_per_node if max_stages is None else max(1, max_stages)
+    within_nodes = {num_nodes * n for n in _divisors(devices_per_node // inner)}
+    return sorted(n for n in within_nodes.union(_divisors(num_nodes)) if n <= most)
 
 
-def _nearest_of(choices: list[int], wanted: int) -> str:
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _nearest(choices: list[int], wanted: int) -> str:
     return " or ".join(map(str, sorted(sorted(choices, key=lambda d: abs(d - wanted))[:2])))

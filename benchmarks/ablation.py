@@ -22,7 +22,7 @@ from measure import COMPUTE_DTYPE, Size
 from rows import Row, append_row, read_rows, step_times, table
 from strategies import make_parser, named, size_of
 
-from amsp_jax import launch
+from amsp_jax import cli, launch
 from amsp_jax.mesh import level
 from amsp_jax.model import Batch, Model
 from amsp_jax.plan import Plan, make_plan
@@ -167,4 +167,4 @@ def report(rows: Sequence[Row]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    launch.end_process(cli.run(main))

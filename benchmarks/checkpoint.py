@@ -30,6 +30,7 @@ import numpy as np
 import orbax.checkpoint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from amsp_jax import cli
 from amsp_jax.checkpoint import Checkpointer
 
 HIDDEN = 1024
@@ -201,4 +202,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(cli.run(main))

@@ -10,11 +10,22 @@ float32 runs with float32 matrix products (no TF32) and XLA attention, bfloat16 
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from amsp_jax import cli
+from amsp_jax.optimizer import make_optimizer, to_true
+from amsp_jax.plan import make_plan
+from amsp_jax.state import init_state, true_state
+from amsp_jax.step import StepSettings, make_train_step
+from amsp_jax.strategy import DataRanks
+from models.registry import build_model
 
 MIXED = "params=replica grads=node opt_state=full"
 RUNS = [("zero3", 1), ("zero3", 1), ("zero3", 3), ("ddp", 3), ("zero1", 3), ("zero2", 3), ("mics(2)", 3), (MIXED, 3)]
@@ -27,10 +38,7 @@ def main() -> None:
     p.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=("float32", "bfloat16"))
     args = p.parse_args()
     if args.devices:
-        os.environ["JAX_PLATFORMS"] = "cpu"
-    import jax
-
-    if args.devices:
+        jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", args.devices)
     for dtype in args.dtypes:
         attention = "xla" if dtype == "float32" or args.devices else "cudnn"
@@ -39,9 +47,6 @@ def main() -> None:
 
 
 def compare(dtype: str, attention: str) -> None:
-    import jax
-    import numpy as np
-
     devices = jax.devices()
     nodes = 2 if len(devices) % 2 == 0 else 1
     expected = train("ddp", devices[:1], 1, dtype, attention, accumulation=1)
@@ -58,17 +63,6 @@ def compare(dtype: str, attention: str) -> None:
 
 def train(strategy, devices, nodes, dtype, attention, accumulation):
     """(losses, gradient norms, final parameters) of 6 clipped SGD steps on 24 rows of 256 tokens."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    from amsp_jax.optimizer import make_optimizer, to_true
-    from amsp_jax.plan import make_plan
-    from amsp_jax.state import init_state, true_state
-    from amsp_jax.step import StepSettings, make_train_step
-    from amsp_jax.strategy import DataRanks
-    from models.registry import build_model
-
     model = build_model("llama-tiny", {"hidden": 256, "ffn": 768, "init_std": 0.1}, attention=attention)
     optimizer = make_optimizer("sgd", 0.3, clip_norm=1.0)
     ranks = DataRanks(len(devices) // nodes, nodes)
@@ -89,4 +83,4 @@ def train(strategy, devices, nodes, dtype, attention, accumulation):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(cli.run(main))

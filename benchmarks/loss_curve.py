@@ -117,4 +117,4 @@ def differences(a: Sequence[float], b: Sequence[float]) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    launch.end_process(cli.run(main))

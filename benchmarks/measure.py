@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import datetime
 import math
@@ -24,6 +23,7 @@ import optax
 from rows import Row
 
 from amsp_jax import launch, xla_flags
+from amsp_jax.cli import set_up as set_up
 from amsp_jax.cluster import peak_flops
 from amsp_jax.model import Model
 from amsp_jax.optimizer import make_optimizer
@@ -114,18 +114,6 @@ class StepTimes:
             "warmup_s": [round(seconds, 6) for seconds in self.warmup_s],
             "losses": [round(self.losses[0], 4), round(self.losses[-1], 4)],
         }  # fmt: skip
-
-
-def set_up(args: argparse.Namespace) -> launch.Layout:
-    """The devices, by the arguments of `cli.add_device_arguments`."""
-    return launch.setup(
-        simulated_nodes=args.simulated_nodes,
-        simulated_devices_per_node=args.simulated_devices_per_node,
-        devices_per_node=args.devices_per_node,
-        coordinator=args.coordinator,
-        num_processes=args.num_processes,
-        process_id=args.process_id,
-    )
 
 
 def adamw() -> optax.GradientTransformation:

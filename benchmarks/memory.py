@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax.numpy as jnp
 
-from amsp_jax import absent
+from amsp_jax import absent, cli
 from amsp_jax.cost import memory
 from amsp_jax.cost.sketch import Sketch
 from amsp_jax.cost.trace import ModelTrace, trace_model
@@ -203,4 +203,4 @@ def trace_of(model: str, overrides: Overrides, microbatch: int, seq_len: int, re
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(cli.run(main))

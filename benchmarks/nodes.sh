@@ -25,5 +25,5 @@ for ((p = 0; p < gpus; p++)); do
 done
 for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
 tail -60 "$log.0"
-for ((p = 1; p < gpus; p++)); do grep -E '^[a-zA-Z_.]*(Error|Exception)' "$log.$p" | cut -c1-300; done
+for ((p = 1; p < gpus; p++)); do grep -E '^(error: |[a-zA-Z_.]*(Error|Exception))' "$log.$p" | cut -c1-300; done
 exit $status

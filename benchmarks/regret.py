@@ -30,8 +30,7 @@ from measure import SIZES
 from regret_settings import PROBE_BYTES, Setting, next_setting, read_picks
 from rows import Row, append_row, gibibytes, read_rows, step_times
 
-from amsp_jax import calibrate, launch
-from amsp_jax.cli import add_device_arguments
+from amsp_jax import calibrate, cli, launch
 from amsp_jax.cluster import load_cluster, save_cluster
 from amsp_jax.strategy import DataRanks, Degree
 
@@ -71,9 +70,9 @@ def parse_args() -> argparse.Namespace:
     for command in (choices, steps):
         command.add_argument("--sizes", nargs="+", default=["wide", "narrow"], choices=SIZES)
     for command in (tables, steps):
-        add_device_arguments(command)
+        cli.add_device_arguments(command)
     report = commands.add_parser("report", help="write the table and the plot")
-    report.add_argument("--in", dest="folder", type=Path, required=True, metavar="DIR")
+    report.add_argument("--in", dest="folders", type=Path, nargs="+", required=True, metavar="DIR", help="of sittings")
     report.add_argument("--out", type=Path, default=Path(__file__).parent, help="for regret.md and regret.png")
     report.set_defaults(run=run_report)
     return parser.parse_args()
@@ -105,7 +104,7 @@ def run_calibrate(args: argparse.Namespace) -> None:
 def run_report(args: argparse.Namespace) -> None:
     import regret_report
 
-    regret_report.write(args.folder, args.out)
+    regret_report.write(args.folders, args.out)
 
 
 def run_picks(args: argparse.Namespace) -> None:
@@ -218,4 +217,4 @@ def summary(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    launch.end_process(cli.run(main))

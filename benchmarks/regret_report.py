@@ -17,6 +17,7 @@ from measure import COMPUTE_DTYPE, SIZES, Size, adamw
 from regret_settings import PROBE_BYTES, SETTINGS, Picks, Setting
 from rows import Row, gibibytes, milliseconds, read_rows, step_times, table
 
+from amsp_jax.calibrate import disturbed_sizes
 from amsp_jax.cluster import Cluster, compute_capability, load_cluster
 from amsp_jax.planner import Candidate, Estimate, Scorer, Workload
 from amsp_jax.strategy import Degree, Degrees, all_degrees
@@ -164,46 +165,89 @@ def compare(both: Sequence[tuple[Row, Estimate]]) -> list[Compared]:
     ]
 
 
-def write(folder: Path, out: Path) -> None:
+@dataclasses.dataclass(frozen=True)
+class Sitting:
+    """What was measured on one machine at one time, beside the planner's predictions from its calibration."""
+
+    cluster: Cluster
+    rows: Sequence[Row]
+    both: Sequence[tuple[Row, Estimate]]
+
+    @classmethod
+    def read(cls, folder: Path) -> Sitting:
+        """Of `cluster.json` and `measured.jsonl`."""
+        return cls.of(load_cluster(folder / "cluster.json"), read_rows(folder / "measured.jsonl"))
+
+    @classmethod
+    def of(cls, cluster: Cluster, rows: Sequence[Row]) -> Sitting:
+        return cls(cluster, rows, list(estimates(rows, cluster)))
+
+    @property
+    def compared(self) -> list[Compared]:
+        return compare(self.both)
+
+    @property
+    def picks(self) -> list[Pick]:
+        """The planner's choice in every case."""
+        return picks(self.compared, planned(self.cluster, list(dict.fromkeys(row["size"] for row in self.rows))))
+
+    @property
+    def title(self) -> str:
+        row = self.rows[0]
+        return f"{row['num_nodes']} nodes of {row['devices_per_node']} {row['device_kind']}"
+
+
+def write(folders: Sequence[Path], out: Path) -> None:
     """Writes `regret.md` and `regret.png` into `out`, and prints the former.
 
-    Of `folder`: `measured.jsonl` and `cluster.json`, and `notes.md` if there.
+    Of each folder: `measured.jsonl`, `cluster.json`, and `notes.md` if there; the one beside them is for all.
     """
-    cluster, rows = load_cluster(folder / "cluster.json"), read_rows(folder / "measured.jsonl")
-    both = list(estimates(rows, cluster))
-    compared, notes = compare(both), folder / "notes.md"
-    chosen = planned(cluster, list(dict.fromkeys(row["size"] for row in rows)))
-    parts = [
-        _heading(rows, cluster),
-        "## Regret\n\nOf what was measured twice, the faster run counts.\n\n" + _regret_table(picks(compared, chosen)),
-        "\n".join([_summary(compared, repeats(rows)), *_network_summary(both, cluster)]),
-        "## Memory, in short\n\n" + _memory_summary(both),
-        *([notes.read_text().strip()] if notes.exists() else []),
-        "## Step time\n\n" + _times_table(both),
-        "## Memory\n\n" + _memory_table(both),
-    ]
+    sittings = [Sitting.read(folder) for folder in folders]
+    parts = ["# Does the planner pick the fastest strategy?", *_notes(folders[0].parent)]
+    for folder, sitting in zip(folders, sittings, strict=True):
+        parts += [_heading(sitting), *_notes(folder), _in_short(sitting)]
+    for sitting in sittings:
+        parts += [f"## Step time, {sitting.title}", _times_table(sitting.both)]
+        parts += [f"## Memory, {sitting.title}", _memory_table(sitting.both)]
     text = "\n\n".join(parts)
     (out / "regret.md").write_text(text + "\n")
-    plot(compared, out / "regret.png")
+    plot(sittings, out / "regret.png")
     print(text)
 
 
-def _heading(rows: Sequence[Row], cluster: Cluster) -> str:
-    row = rows[0]
+def _notes(folder: Path) -> list[str]:
+    path = folder / "notes.md"
+    return [path.read_text().strip()] if path.exists() else []
+
+
+def _heading(sitting: Sitting) -> str:
+    row = sitting.rows[0]
     sizes = {
         name: f"{name}: {r['model']} {dict(r['overrides'])}, {r['microbatch']} sequences of {r['seq_len']} a device"
-        for r in rows
+        for r in sitting.rows
         for name in [r["size"]]
     }
     return "\n".join(
         [
-            "# Does the planner pick the fastest strategy?",
+            f"## {sitting.title}",
             "",
-            f"{row['num_nodes']} nodes of {row['devices_per_node']} {row['device_kind']}, jax {row['jax']}, "
-            f"{row['date']}; {cluster.source}. Made by `benchmarks/regret.sh` and `regret.py report`.",
+            f"jax {row['jax']}, {row['date']}; {sitting.cluster.source}. `benchmarks/regret.sh`, `regret.py report`.",
             "",
             *(f"- {line}" for line in sizes.values()),
-            *(f"- {line}" for line in cluster.assumptions),
+            *(f"- {line}" for line in sitting.cluster.assumptions),
+        ]
+    )
+
+
+def _in_short(sitting: Sitting) -> str:
+    summary = [_summary(sitting.compared, repeats(sitting.rows)), *_network_summary(sitting), *_quiet_summary(sitting)]
+    return "\n\n".join(
+        [
+            "Of what was measured twice, the faster run counts.",
+            _regret_table(sitting.picks),
+            "\n".join(summary),
+            "Memory:",
+            _memory_summary(sitting.both),
         ]
     )
 
@@ -247,11 +291,11 @@ def _summary(compared: Sequence[Compared], twice: Sequence[tuple[Setting, float]
     return "\n".join(lines)
 
 
-def _network_summary(both: Sequence[tuple[Row, Estimate]], cluster: Cluster) -> list[str]:
+def _network_summary(sitting: Sitting) -> list[str]:
     """Of the settings after which the network was as fast as when it was calibrated, the error."""
-    calibrated_s = cluster.network.seconds(
-        "all-gather", PROBE_BYTES, Degree(cluster.devices_per_node, cluster.num_nodes)
-    )
+    cluster, both = sitting.cluster, sitting.both
+    group = Degree(cluster.devices_per_node, cluster.num_nodes)
+    calibrated_s = cluster.network.seconds("all-gather", PROBE_BYTES, group)
     ratios = [
         (row["network_s"] / calibrated_s, abs(e.step_s / row["step_s"] - 1)) for row, e in both if "network_s" in row
     ]
@@ -264,6 +308,27 @@ def _network_summary(both: Sequence[tuple[Row, Estimate]], cluster: Cluster) -> 
         f"of its calibrated time; within {NEAR:.0%} of it after {len(near)} of {len(ratios)} settings"
     )
     return [line + (f", whose error is {statistics.median(near):.1%} (median)." if near else ".")]
+
+
+def _quiet_summary(sitting: Sitting) -> list[str]:
+    """What a calibration with disturbed points would have said without them."""
+    network = sitting.cluster.network
+    quiet = {
+        key: tuple(p for p in points if p[0] not in disturbed_sizes(dict(points)))
+        for key, points in network.measured.items()
+    }
+    num_disturbed = sum(len(network.measured[key]) - len(points) for key, points in quiet.items())
+    if not num_disturbed:
+        return []
+    cluster = dataclasses.replace(sitting.cluster, network=dataclasses.replace(network, measured=quiet))
+    without = Sitting.of(cluster, sitting.rows)
+    errors = [abs(each.error) for each in without.compared]
+    same = [p.strategy for p in without.picks] == [p.strategy for p in sitting.picks]
+    return [
+        f"- {num_disturbed} points of the calibration took over 1.1 times as long a byte as a smaller message. Without "
+        f"them the error is {statistics.median(errors):.1%} (median), {max(errors):.1%} (largest), and the choices are "
+        f"{'the same' if same else 'others'}."
+    ]
 
 
 def _memory_summary(both: Sequence[tuple[Row, Estimate]]) -> str:
@@ -323,13 +388,19 @@ def _memory_table(both: Sequence[tuple[Row, Estimate]]) -> str:
     return table(heads, lines)
 
 
-def plot(compared: Sequence[Compared], path: Path) -> None:
-    """Predicted against measured step time, hollow where groups lie on both levels."""
-    figure = Figure(figsize=(9, 6), layout="constrained")
+def plot(sittings: Sequence[Sitting], path: Path) -> None:
+    """Predicted against measured step time, a panel for each sitting, hollow where groups lie on both levels."""
+    figure = Figure(figsize=(8 * len(sittings), 6), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    for axes, sitting in zip(figure.subplots(1, len(sittings), squeeze=False)[0], sittings, strict=True):
+        _panel(axes, sitting)
+    figure.savefig(path, dpi=150)
+
+
+def _panel(axes: Axes, sitting: Sitting) -> None:
+    compared = sitting.compared
     cases = sorted({(each.setting.size, each.setting.accumulation) for each in compared})
-    _decorate(axes, compared)
+    _decorate(axes, compared, f"Step time on {sitting.title}")
     for each in compared:
         color = f"C{cases.index((each.setting.size, each.setting.accumulation))}"
         fill = "none" if each.mixed else color
@@ -340,10 +411,9 @@ def plot(compared: Sequence[Compared], path: Path) -> None:
     for i, (size, accumulation) in enumerate(cases):
         axes.plot([], [], "s", color=f"C{i}", label=f"{size}, {accumulation} microbatch{'es' * (accumulation > 1)}")
     axes.legend(loc="upper left", frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
 
 
-def _decorate(axes: Axes, compared: Sequence[Compared]) -> None:
+def _decorate(axes: Axes, compared: Sequence[Compared], title: str) -> None:
     times = [s * 1e3 for each in compared for s in (each.step_s, each.predicted_s)]
     ends = [0.9 * min(times), 1.1 * max(times)]
     axes.plot(ends, ends, color="#999999", linewidth=1)
@@ -353,7 +423,7 @@ def _decorate(axes: Axes, compared: Sequence[Compared]) -> None:
         axis.set_major_locator(FixedLocator([250, 300, 400, 500, 700, 1000, 1500, 2000, 3000]))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_locator(NullLocator())
-    axes.set_title("Step time: predicted against measured", loc="left", fontweight="bold")
+    axes.set_title(title, loc="left", fontweight="bold")
     axes.set_axisbelow(True)
     axes.grid(color="#e6e6e6", which="both")
     axes.spines[["top", "right"]].set_visible(False)

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from amsp_jax import StepSettings, absent, abstract_state, hlo, make_optimizer, make_train_step
+from amsp_jax import StepSettings, absent, abstract_state, cli, hlo, make_optimizer, make_train_step
 from amsp_jax.cost.trace import cudnn_assumed
 from amsp_jax.hlo.collectives import operations
 from amsp_jax.hlo.text import parse
@@ -233,4 +233,4 @@ class AxesOf(dict[hlo.Groups, str]):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(cli.run(main))

@@ -23,8 +23,7 @@ from measure import SIZES, Size
 from regret_report import choice
 from rows import Row, append_row, gibibytes, read_rows, step_times, table
 
-from amsp_jax import launch
-from amsp_jax.cli import add_device_arguments
+from amsp_jax import cli, launch
 from amsp_jax.cluster import load_cluster
 from amsp_jax.errors import UserError
 from amsp_jax.strategy import DataRanks, parse
@@ -100,7 +99,7 @@ def make_parser(description: str | None, strategies: Sequence[str]) -> argparse.
     parser.add_argument("--microbatch", type=int, help="sequences a device computes at once, other than the size's")
     parser.add_argument("--steps", type=int, default=20, help="timed, fewer if they take long")
     parser.add_argument("--most-s", type=float, default=8.0, help="of a setting's timed steps, seconds")
-    add_device_arguments(parser)
+    cli.add_device_arguments(parser)
     return parser
 
 
@@ -184,4 +183,4 @@ def ratio(row: Row, alike: Sequence[Row]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    launch.end_process(cli.run(main))

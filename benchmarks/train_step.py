@@ -14,6 +14,7 @@ import ast
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import measure
 
-from amsp_jax import absent, xla_flags
+from amsp_jax import absent, cli, xla_flags
 from amsp_jax.model import Model
 from amsp_jax.parallel import ModelParallel
 from amsp_jax.plan import Plan, plan_model
@@ -180,4 +181,4 @@ def timed(
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(cli.run(main))

@@ -95,6 +95,13 @@ def test_the_planner_s_choice_comes_first_and_what_has_a_row_does_not():
     assert [(s.accumulation, s.strategy) for s in rest] == [(4, "a"), (1, "a"), (1, "b")]
 
 
+def test_a_dtype_between_nodes_is_a_setting_of_its_own():
+    args = argparse.Namespace(accumulation=[4], inter_node_dtype="bfloat16")
+    rows = [timed("a", 1.0), timed("b", 1.0, inter_node_dtype="bfloat16")]
+    assert [s.strategy for s in strategies.left(rows, strategies.settings({"a": [], "b": []}, {}, args))] == ["a"]
+    assert [strategies.strategy_cell(row) for row in rows] == ["a", "b, bfloat16 between nodes"]
+
+
 def test_ratios_are_to_the_choice_or_else_to_the_fastest():
     rows = [timed("a", 3.0), timed("b", 2.0, is_choice=True), timed("c", 1.0)]
     assert [strategies.ratio(row, rows) for row in rows] == ["1.50x", "1.00x (the choice)", "0.50x"]
@@ -117,8 +124,10 @@ def plan_of(strategy):
 
 
 def test_only_what_is_gathered_or_reduced_once_a_step_has_all_parts():
-    assert len(ablation.parts_of(plan_of("zero1")[1])) == len(ablation.parts_of(plan_of("ddp")[1])) == 4
-    assert len(ablation.parts_of(plan_of("zero3")[1])) == 2
+    assert len(ablation.parts_of(plan_of("ddp")[1])) == 4
+    # Those that shard gradients over nodes may send them in a narrower dtype.
+    assert list(ablation.parts_of(plan_of("zero1")[1])) == [*ablation.PARTS, ablation.NARROWER]
+    assert list(ablation.parts_of(plan_of("zero3")[1])) == [*ablation.PARTS[:2], ablation.NARROWER]
 
 
 def test_parts_add_overlap_up_to_the_default_step():
@@ -133,7 +142,7 @@ def test_parts_add_overlap_up_to_the_default_step():
 def test_parts_take_turns(bfloat16):
     args = argparse.Namespace(accumulation=3, steps=8, most_s=0.0)
     rows = ablation.measured(layout(), DataRanks(1, 2), SMALL, "zero3", args)
-    assert [row["part"] for row in rows] == ["no overlap", "blocks' gathers and scatters"]
+    assert [row["part"] for row in rows] == [part.name for part in (*ablation.PARTS[:2], ablation.NARROWER)]
     assert all(len(row["times_s"]) == ablation.NUM_TURNS * ablation.NUM_LEAST for row in rows)
     assert len(rows[0]["warmup_s"]) == ablation.NUM_WARMUP
 
@@ -244,6 +253,22 @@ def test_all_parts_in_order(shell):
     # All that has figures; the fake program writes none of the files of the others.
     again = shell("run_all.sh", "peer_7b", "peer_1b", "compile", "equivalence")
     assert all(line.startswith("== ") for line in again.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["strategies.py", "--size=tiny", "--cluster=nowhere.json", "--out=rows.jsonl"], "nowhere.json"),
+        (["train_step.py", "--devices=2", "--model=llama-tiny", "--strategy=zero9"], "zero9"),
+    ],
+    ids=lambda value: value[0],
+)
+def test_a_mistake_is_one_line(command, message, tmp_path):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    program = [sys.executable, BENCHMARKS / command[0], *command[1:]]
+    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and message in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from amsp_jax import cli
+from amsp_jax import cli, launch
 from amsp_jax.checks import batch_shape
 from amsp_jax.config import FIELDS, TrainConfig
 from amsp_jax.errors import UserError
@@ -116,6 +117,11 @@ MISTAKES = [
     (["--gin.MODEL_OVERRIDES=8"], ["MODEL_OVERRIDES=8", "{'num_layers': 8}"]),
     (["--gin.REMAT=projection"], ["REMAT='projection'", "did you mean projections?"]),
     (["--gin.COMPUTE_DTYPE=bf16"], ["COMPUTE_DTYPE='bf16'", "float32, bfloat16"]),
+    (["--gin.INTER_NODE_DTYPE=bf16"], ["INTER_NODE_DTYPE='bf16'", "float32, bfloat16 or None"]),
+    (
+        ["--gin.INTER_NODE_DTYPE=float32", "--gin.REDUCE_DTYPE=bfloat16"],
+        ["INTER_NODE_DTYPE='float32'", "REDUCE_DTYPE='bfloat16'", "leave it at None"],
+    ),
     (["--gin.STRATGY=zero3"], ["STRATGY", "did you mean STRATEGY?"]),
     (["--gin.steps=3"], ["steps", "did you mean STEPS?"]),
     (["--gin.TrainConfig.steps=3"], ["TrainConfig.steps", "did you mean STEPS?"]),
@@ -204,3 +210,22 @@ def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_user_errors_name_the_thing() -> None:
     with pytest.raises(UserError, match="SEQ_LEN"):
         load("--gin.SEQ_LEN=0")
+
+
+GRID = {"simulated_nodes": 2, "simulated_devices_per_node": 3, "devices_per_node": 1}
+PLACE = {"coordinator": "host:61500", "num_processes": 4, "process_id": 1}
+
+
+def test_devices_are_those_of_the_command_or_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command has them in its arguments, a run in its settings; the processes are arguments of both."""
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(launch, "setup", lambda **asked: calls.append(asked))
+    parser = cli.Parser()
+    cli.add_device_arguments(parser)
+    place = [f"--{name.replace('_', '-')}={value}" for name, value in PLACE.items()]
+    grid = [f"--{name.replace('_', '-')}={value}" for name, value in GRID.items()]
+    cli.set_up(parser.parse_args([*place, *grid]))
+    line = cli.parse_command_line([f"--{name}={value}" for name, value in PLACE.items()])
+    config = load(*(f"--gin.{name.upper()}={value}" for name, value in GRID.items()))
+    cli.set_up(line, config, same={"STEPS": "3"})
+    assert calls == [{**GRID, **PLACE, "same": None}, {**GRID, **PLACE, "same": {"STEPS": "3"}}]

@@ -107,6 +107,27 @@ def test_groups_of_mesh_axes():
     assert hlo.mesh_groups(mesh, ("inter",)) == frozenset({frozenset({0, 3}), frozenset({1, 4}), frozenset({2, 5})})
 
 
+def groups_of(*groups):
+    return frozenset(map(frozenset, groups))
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "axes"),
+    [
+        ("all-gather", groups_of((0, 1), (2, 3), (4, 5), (6, 7)), "intra"),
+        ("all-reduce", groups_of((0, 1, 4, 5), (2, 3, 6, 7)), "intra+stage"),
+        ("collective-permute", groups_of((0, 4), (1, 5), (2, 6), (3, 7)), "stage"),
+        ("collective-permute", groups_of((0, 1)), "intra"),
+        ("all-reduce", groups_of((0, 1)), "groups of 2"),
+        ("all-to-all", groups_of((0, 7), (1, 6), (2, 5), (3, 4)), "groups of 2"),
+    ],
+)
+def test_axes_of_groups(kind, groups, axes):
+    """The fewest; a permutation may send between some of its devices alone."""
+    mesh = SimpleNamespace(shape={"stage": 2, "inter": 2, "intra": 2})
+    assert hlo.axes_of(mesh)(kind, groups) == axes
+
+
 def test_work_between_start_and_end():
     """A product, a fused product, causal attention and a loop of products count; what is outside does not."""
     entry = """

@@ -23,7 +23,7 @@ from amsp_jax.optimizer import make_optimizer
 from amsp_jax.parallel import ModelParallel
 from amsp_jax.plan import make_plan, plan_model
 from amsp_jax.planner import Candidate, Scorer, Workload
-from amsp_jax.stack import Remat
+from amsp_jax.stack import Remat, reduction_window
 from amsp_jax.step import StepSettings, make_grad_fn
 from amsp_jax.strategy import DataRanks, parse
 from models.registry import build_model
@@ -142,25 +142,22 @@ def test_the_compiled_step_has_the_predicted_collectives(strategy, accumulation)
 @pytest.mark.slow
 @needs_plugin
 @apart
-def test_exchanges_run_beside_products_on_absent_gpus():
-    """Two nodes of two: all but those of the embedding, which comes last and is followed by nothing."""
-    num_layers = 2
+def test_exchanges_are_asynchronous_on_absent_gpus_and_as_planned():
+    """Two nodes of two. XLA starts them as late as it may; what a barrier holds back runs beside products."""
+    num_layers = 10
     model = build_model("llama-7b", {"num_layers": num_layers}, attention="cudnn")
     plan = make_plan(QUICKSTART, model.abstract_params(), TWO_BY_TWO, absent.devices("h100", 2, 2))
     optimizer = make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
     program = absent.compile_step(model, optimizer, plan, NARROW, (1, 2 * 4, 4096))
     spans = [span for span in hlo.analyse(program.as_text()) if span.kind == EXCHANGE]
-    # Each leaf's is of its own.
-    assert len(spans) == len(jax.tree.leaves(plan.leaves)) and {span.num_arrays for span in spans} == {1}
-    assert not any(span.is_sync for span in spans)
-    large = [span for span in spans if span.num_bytes > 1 << 20]
-    block = {span.num_bytes for span in large} - {max(span.num_bytes for span in large)}
-    alone = [span for span in large if not span.flops.matmul]
-    assert len(alone) <= 3, alone
-    assert block
     wire = WireDtypes(jnp.dtype(jnp.bfloat16), BF16_WIRE)
-    planned = [m for part in parts_of(plan, model) for m in messages(part, wire) if m.kind == EXCHANGE]
-    assert Counter(span.num_bytes for span in spans) == Counter(m.num_bytes for m in planned)
+    planned = [m.num_bytes for part in parts_of(plan, model) for m in messages(part, wire) if m.kind == EXCHANGE]
+    # XLA combines none of them.
+    assert Counter(span.num_bytes for span in spans) == Counter(planned)
+    assert {span.num_arrays for span in spans} == {1} and not any(span.is_sync for span in spans)
+    _, blocks, _ = model.split(plan.leaves)
+    num_held = num_layers - (reduction_window(blocks, is_last=True) or 0)
+    assert sum(span.flops.matmul > 0 for span in spans) >= 3 * num_held > 0
 
 
 # The planner

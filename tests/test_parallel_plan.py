@@ -130,6 +130,30 @@ def test_layouts_that_do_not_fit(nodes, per_node, parallel, message):
 
 
 @pytest.mark.parametrize(
+    ("nodes", "per_node", "parallel", "blocks", "message"),
+    [
+        (1, 8, {"pipeline": 64}, 4, "PIPELINE=64 take 64 devices, .* 8 devices of 1 nodes x 8; 2 or 4 would"),
+        (1, 8, {"pipeline": 64}, 0, "PIPELINE=64 take 64 devices, .*; 1 would"),
+        (1, 8, {"pipeline": 16, "tensor": 2}, 2, "PIPELINE=16 x TENSOR=2 take 32 devices, .*; 2 or 4 would"),
+        (1, 8, {"pipeline": 3, "tensor": 3}, 4, "PIPELINE=3 x TENSOR=3 take 9 devices, .*; 4 or 8 would"),
+        (3, 8, {"pipeline": 5}, 40, "PIPELINE=5 take 5 devices, .*; 3 or 6 would"),
+        (3, 8, {"pipeline": 4}, 4, "PIPELINE=4 stages of 6 devices fill neither .*; 1 or 3 would"),
+    ],
+)
+def test_only_numbers_of_stages_that_the_blocks_allow_are_suggested(nodes, per_node, parallel, blocks, message):
+    with pytest.raises(UserError, match=message):
+        ModelParallel(**parallel).data_ranks(nodes, per_node, blocks)
+
+
+@pytest.mark.parametrize(("grid", "tensor"), [((1, 8), 4), ((3, 8), 1), ((3, 8), 2), ((4, 6), 3), ((6, 4), 2)])
+def test_what_is_suggested_is_taken(grid, tensor):
+    with pytest.raises(UserError) as caught:
+        ModelParallel(pipeline=35, tensor=tensor).data_ranks(*grid)
+    for suggested in re.search(r"; (\d+) or (\d+) would$", str(caught.value)).groups():
+        ModelParallel(pipeline=int(suggested) // tensor, tensor=tensor).data_ranks(*grid)
+
+
+@pytest.mark.parametrize(
     ("parallel", "message"),
     [
         ({"tensor": 2}, "^TENSOR=2: model does not say how its parameters are split"),

@@ -18,6 +18,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from amsp_jax import absent, hlo
+from amsp_jax.collectives import Reduction
 from amsp_jax.errors import UserError
 from amsp_jax.model import Model, Part
 from amsp_jax.optimizer import make_optimizer
@@ -36,6 +37,7 @@ needs_plugin = pytest.mark.skipif(
 )
 
 VOCAB, HIDDEN, ROWS, SEQ = 24, 16, 4, 3
+FLOAT32 = Reduction.of(jnp.float32)
 
 
 def embed_init(key):
@@ -197,7 +199,7 @@ class Case:
         return tuple(axis for axis in self.mesh.axis_names if axis != STAGE)
 
     def pipeline(self, model=None):
-        gather_tree = Gather(jnp.dtype(self.dtype), jnp.float32)
+        gather_tree = Gather(jnp.dtype(self.dtype), FLOAT32)
         return make_pipeline(model or self.model, self.leaves, self.schedule, gather_tree, self.remat)
 
     def train(self):
@@ -206,7 +208,7 @@ class Case:
         def local(params, data):
             shards = pipeline.param_shards(params, jnp.dtype(self.dtype))
             sums, grads = pipeline.grads(shards, data, keys_of)
-            return lax.psum(sums, self.mesh.axis_names), pipeline.reduce(grads, jnp.float32)
+            return lax.psum(sums, self.mesh.axis_names), pipeline.reduce(grads, FLOAT32)
 
         specs = jax.tree.map(lambda leaf: leaf.opt_spec, self.leaves)
         return self._mapped(local, (P(), specs))
@@ -327,7 +329,7 @@ def test_blocks_that_differ():
     other = Part(block_init, lambda params, x, batch, keys: x)
     model = dataclasses.replace(model_of(4), blocks=(BLOCK, BLOCK, BLOCK, other))
     with pytest.raises(UserError, match="PIPELINE=2: blocks 1 and 3 of toy differ"):
-        make_pipeline(model, {}, Schedule("1f1b", 2, 1, 2), Gather(jnp.float32, jnp.float32), Remat.FULL)
+        make_pipeline(model, {}, Schedule("1f1b", 2, 1, 2), Gather(jnp.float32, FLOAT32), Remat.FULL)
 
 
 def test_stages_may_have_different_blocks_in_different_slots():

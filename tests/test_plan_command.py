@@ -103,6 +103,15 @@ def test_explain_as_json(capsys):
     assert {"forward, embedding", "backward, head", "gather, block 16 of 16", "optimizer"} <= names
 
 
+def test_the_dtype_between_nodes_is_planned_and_told(capsys):
+    between = {"inter_node_dtype": "bfloat16", "explain": "zero1"}
+    assert "gradients reduced in float32, bfloat16 between nodes" in plan(capsys, **between).out
+    told = json.loads(plan(capsys, "--json", **between).out)
+    assert (told["reduce_dtype"], told["inter_node_dtype"]) == ("float32", "bfloat16")
+    exchanged = {(c["group"], c["basis"]) for c in told["collectives"] if c["kind"] == "all-to-all"}
+    assert exchanged == {("1x2", "as all-gather")}
+
+
 def test_explain_says_by_how_much_it_does_not_fit(capsys):
     assert "does not fit: " in plan(capsys, "--explain", "ddp", memory_limit=10).out
 

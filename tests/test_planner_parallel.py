@@ -6,6 +6,7 @@ import json
 import time
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from amsp_jax import __main__ as tools
@@ -182,6 +183,9 @@ def test_sends_and_the_exchange_of_stages(scorer):
     _, blocks, _ = scorer.workload.model.split(plan.leaves)
     values = sum(leaf.num_opt_shard for leaf in jax.tree.leaves(blocks) if leaf.dim is not None)
     assert sum(c.count * c.message.num_bytes for c in moved) == (2 + 4) * values
+    # What has been reduced is float32, whatever it was reduced in.
+    narrow = Scorer(dataclasses.replace(scorer.workload, reduce_dtype=jnp.bfloat16), scorer.cluster)
+    assert [c for c in narrow.message_costs(point) if c.message.kind == "all-to-all"] == moved
     ends = {c.message.axes for c in costs if c.part == "embedding" and c.message.phase is Phase.START}
     assert ends == {("intra_opt", "stage")}
 
@@ -190,7 +194,7 @@ def test_an_exchange_crosses_nodes_without_copies():
     """Bytes B a device over 2 x 2: links between nodes carry B/2 from each device, as of a gather of 2 B."""
     network = Network(intra=Link(bytes_per_s=1e12, latency_s=0.0), inter=Link(bytes_per_s=1e9, latency_s=0.0))
     stages = Degree(2, 2)
-    message = next(model_axes.exchanges(10**9, 2, 4, stages))
+    message = next(model_axes.exchanges(10**9, 2, stages))
     assert model_axes.seconds(network, message) == pytest.approx(2 * (3 / 4) * 2 / 2)
     hop = model_axes.send(10**9, ModelParallel(pipeline=4), stages)
     assert model_axes.seconds(network, hop) == pytest.approx(1.0)

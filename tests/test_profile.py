@@ -17,6 +17,7 @@ from jax.profiler import ProfileData
 from jax.sharding import AbstractMesh
 
 from amsp_jax import __main__ as tools
+from amsp_jax import launch
 from amsp_jax.errors import UserError
 from amsp_jax.hlo import Flops
 from amsp_jax.profiling import breakdown as breakdowns
@@ -317,10 +318,30 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("clean_environment")
-def test_out_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "out").write_text("")
-    assert profile(tmp_path) == 2
-    assert "--out=" in capsys.readouterr().err
+def test_a_folder_keeps_one_trace(tmp_path: Path) -> None:
+    """What is not of the command, also another trace, stays as it is."""
+    others = [tmp_path / "out" / name for name in ("notes.txt", "plugins/profile/2026_01_02/host.xplane.pb")]
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    older = tmp_path / "out" / "plugins" / "profile" / "amsp_jax" / "host_of_before.xplane.pb"
+    older.parent.mkdir()
+    older.write_text("older")
+    assert profile(tmp_path, "--steps=1", "--gin.STRATEGY=ddp") == 0
+    trace = Path(json.loads((tmp_path / "out" / "profile.json").read_text())["trace"])
+    assert not older.exists() and trace.parent == older.parent and trace.stat().st_size > len("older")
+    assert [path.read_text() for path in others] == ["mine", "mine"]
+
+
+@pytest.mark.parametrize("out", ["file", "file/below", "/proc"])
+def test_out_is_checked_before_devices_start(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "setup", None)
+    (tmp_path / "file").write_text("")
+    assert profile(tmp_path, f"--out={tmp_path / out}") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --out={tmp_path / out}: ") and "name a folder that can be written to" in error
 
 
 def test_a_trace_without_devices(gpu_program: StepProgram) -> None:

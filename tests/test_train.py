@@ -197,6 +197,15 @@ def test_a_dry_run_writes_nothing(corpus: Path, capsys: pytest.CaptureFixture[st
     assert not Path("run").exists()
 
 
+@pytest.mark.parametrize(("strategy", "is_told"), [("mics", True), (STRATEGY, False)])
+def test_a_dtype_between_nodes_without_effect_is_told(
+    strategy: str, is_told: bool, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [f"--gin.DATA={corpus}", f"--gin.STRATEGY={strategy}", "--gin.INTER_NODE_DTYPE=bfloat16", "--dry-run"]
+    assert train.main([*MICRO, *flags]) == 0
+    assert ("INTER_NODE_DTYPE=bfloat16 has no effect: " in capsys.readouterr().out) == is_told
+
+
 @pytest.mark.parametrize(
     ("flags", "last", "message"),
     [
@@ -297,6 +306,7 @@ MISTAKES = {
     "not a run": (["RUN_DIR=notes"], ["notes", "run.json"]),
     "a file": (["RUN_DIR=binary.txt"], ["binary.txt", "is a file"]),
     "no weights": (["INIT_FROM=empty"], ["INIT_FROM=empty", "no complete checkpoint"]),
+    "more stages than devices": (["PIPELINE=64"], ["PIPELINE=64", "8 devices", "; 1 would"]),
     "other devices": (["SIMULATED_NODES=3"], ["12 simulated devices", "8"]),
 }
 

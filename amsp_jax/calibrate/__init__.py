@@ -1,6 +1,7 @@
 """Measures the machines that will train: their collectives and a device's rates, as a cluster."""
 
 from amsp_jax.calibrate.collectives import Series as Series
+from amsp_jax.calibrate.collectives import disturbed_sizes as disturbed_sizes
 from amsp_jax.calibrate.collectives import message_seconds as message_seconds
 from amsp_jax.calibrate.measure import DEFAULT_BUDGET_S as DEFAULT_BUDGET_S
 from amsp_jax.calibrate.measure import calibrate as calibrate

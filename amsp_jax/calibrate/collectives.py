@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -163,15 +163,15 @@ def _measure_series(
 def _measure_again(machine: Machine, watch: Stopwatch, until_s: float, table: Table) -> None:
     """What was disturbed, by a network that others use, once more: the faster time counts."""
     for (kind, group), known in table.items():
-        for num_bytes in _disturbed(known):
+        for num_bytes in disturbed_sizes(known):
             if watch.elapsed_s + watch.cost_s(known[num_bytes]) > until_s:
                 return
             again_s = message_seconds(machine, watch, Series(kind, group, (num_bytes,)), known[num_bytes])
             known[num_bytes] = min(known[num_bytes], again_s)
 
 
-def _disturbed(known: dict[int, float]) -> list[int]:
-    """The sizes that took longer a byte than a smaller message, by more than measurements scatter."""
+def disturbed_sizes(known: Mapping[int, float]) -> list[int]:
+    """Of seconds by message bytes, sizes that took longer a byte than a smaller one, by more than the usual scatter."""
     found, least = [], math.inf
     for num_bytes, seconds in sorted(known.items()):
         if seconds / num_bytes > _SCATTER * least:

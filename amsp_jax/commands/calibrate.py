@@ -40,14 +40,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(
             f"--budget={args.budget:g}: seconds to measure, more than 0; the default is {DEFAULT_BUDGET_S:g}"
         )
-    layout = launch.setup(
-        simulated_nodes=args.simulated_nodes,
-        simulated_devices_per_node=args.simulated_devices_per_node,
-        devices_per_node=args.devices_per_node,
-        coordinator=args.coordinator,
-        num_processes=args.num_processes,
-        process_id=args.process_id,
-    )
+    layout = cli.set_up(args)
     launch.from_process_0(lambda: _check_files(args))
     progress = ProgressLine() if layout.process_index == 0 else None
     try:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
 
 from amsp_jax import absent, hlo
 from amsp_jax.checks import batch_shape
@@ -117,7 +115,7 @@ def compile_candidate(scorer: Scorer, candidate: Candidate) -> CompiledStep:
     compiled = absent.compile_step(workload.model, workload.optimizer, plan, scorer.settings(candidate), shape)
     compile_s = time.perf_counter() - start
     memory: Any = compiled.memory_analysis()
-    program, names = compiled.as_text() or "", _AxisNames(plan.mesh)
+    program, axes_of = compiled.as_text() or "", hlo.axes_of(plan.mesh)
     spans = [span for span in hlo.analyse(program) if span.num_bytes > _SUMS_BYTES]
     # Donated arguments come back as outputs and count once.
     other_outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -128,34 +126,19 @@ def compile_candidate(scorer: Scorer, candidate: Candidate) -> CompiledStep:
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes + other_outputs,
         predicted_memory=scorer.memory(candidate),
-        collectives=_compiled_traffic(hlo.collectives(program), names),
+        collectives=_compiled_traffic(hlo.collectives(program), axes_of),
         predicted=_predicted_traffic(scorer, candidate),
-        spans=tuple((span, names[span.groups]) for span in spans),
+        spans=tuple((span, axes_of(span.kind, span.groups)) for span in spans),
     )
 
 
-class _AxisNames:
-    """Names of the mesh axes that groups run along, `inter_opt+intra_param`."""
-
-    def __init__(self, mesh: Mesh | AbstractMesh) -> None:
-        axes = mesh.axis_names
-        subsets = itertools.chain.from_iterable(itertools.combinations(axes, n) for n in range(1, len(axes) + 1))
-        self._names = {hlo.mesh_groups(mesh, subset): _joined(subset) for subset in subsets}
-
-    def __getitem__(self, groups: hlo.Groups) -> str:
-        return self._names.get(groups, f"groups of {len(next(iter(groups)))}")
-
-
-def _joined(axes: Iterable[str]) -> str:
-    return "+".join(sorted(axes))
-
-
-def _compiled_traffic(found: Sequence[hlo.Collective], names: _AxisNames) -> Collectives:
+def _compiled_traffic(found: Sequence[hlo.Collective], axes_of: hlo.AxesOf) -> Collectives:
     traffic: dict[tuple[str, str], Traffic] = defaultdict(Traffic)
     for one in found:
         if one.num_bytes > _SUMS_BYTES:
             scale = len(next(iter(one.groups))) if one.kind == "reduce-scatter" else 1
-            traffic[one.kind, names[one.groups]] += Traffic(one.num_runs, one.num_runs * scale * one.num_bytes)
+            key = one.kind, axes_of(one.kind, one.groups)
+            traffic[key] += Traffic(one.num_runs, one.num_runs * scale * one.num_bytes)
     return dict(traffic)
 
 
@@ -170,7 +153,7 @@ def _predicted_traffic(scorer: Scorer, candidate: Candidate) -> Collectives:
             counts[cost.message] += cost.count
     traffic: dict[tuple[str, str], Traffic] = defaultdict(Traffic)
     for one, count in counts.items():
-        traffic[one.kind, _joined(one.axes)] += Traffic(count, count * one.num_bytes)
+        traffic[one.kind, hlo.joined(one.axes)] += Traffic(count, count * one.num_bytes)
     return dict(traffic)
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,15 +114,8 @@ def _job(args: argparse.Namespace) -> tuple[Job, list[str]]:
     if not config.is_auto:
         parse(config.strategy)
     cli.build_model(config)
-    layout = launch.setup(
-        simulated_nodes=config.simulated_nodes,
-        simulated_devices_per_node=config.simulated_devices_per_node,
-        devices_per_node=config.devices_per_node,
-        coordinator=args.coordinator,
-        num_processes=args.num_processes,
-        process_id=args.process_id,
-        same={**config.settings(), "--steps": str(args.steps)},
-    )
+    _made(args.out)
+    layout = cli.set_up(args, config, same={**config.settings(), "--steps": str(args.steps)})
     built = cli.build_model(config, layout.devices[0])
     chosen = auto.choose(config, built.model, layout) if config.is_auto else None
     if chosen:
@@ -139,11 +133,16 @@ def _title(job: Job) -> str:
 def _folder(out: Path, job: Job) -> Path:
     """A folder of this process: of several on one host, jax's profiler gives all traces one name."""
     layout = job.layout
-    folder = out / f"process_{layout.process_index}" if layout.process_count > 1 else out
+    return _made(out / f"process_{layout.process_index}") if layout.process_count > 1 else out
+
+
+def _made(folder: Path) -> Path:
+    """The folder, which is there and can be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise UserError(f"--out={out}: {error.strerror}; name a folder that can be written to") from None
+        raise UserError(f"--out={folder}: {error.strerror}; name a folder that can be written to") from None
     return folder
 
 

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
       UserError: a mistake in the arguments, or no trial that could be measured.
     """
     if importlib.util.find_spec("optuna") is None:
-        raise UserError("tune needs optuna, which is not installed; pip install 'amsp-jax[tune]'")
+        raise UserError("tune needs optuna, which is not installed; pip install -e '.[tune]'")
     if not 0 <= args.warmup < args.steps:
         raise UserError(f"--warmup {args.warmup}: it is at least 0 and below --steps {args.steps}")
     files = [cli.find_gin_file(name) for name in args.gin_file or [cli.QUICKSTART]]

@@ -68,7 +68,9 @@ def candidate_of(args: argparse.Namespace, strategy: str, workload: Workload, cl
       UserError: devices, blocks, sequence or microbatches do not divide.
     """
     parallel = parallel_of(args)
-    degrees = parse(strategy).resolve(parallel.data_ranks(cluster.num_nodes, cluster.devices_per_node))
+    max_stages = len(workload.model.blocks) // args.virtual_stages
+    ranks = parallel.data_ranks(cluster.num_nodes, cluster.devices_per_node, max_stages)
+    degrees = parse(strategy).resolve(ranks)
     check_sequence(workload.seq_len, parallel.context, parallel.tensor)
     candidate = Candidate(degrees, args.microbatch, Remat(args.remat), parallel, args.virtual_stages, args.schedule)
     unit = candidate.microbatch * degrees.ranks.total

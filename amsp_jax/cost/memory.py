@@ -3,8 +3,9 @@
 Arguments are exact. Temporaries follow what XLA's scheduler was seen to keep in compiled programs
 (benchmarks/memory.md):
 - operands of the products that make parameter gradients wait for them, for as long as no barrier says otherwise;
-- where gradients are reduced each microbatch, the barriers of `stack` hold at most `reduction_window` of them: while a
-  block runs backward, the one before it still waits as operands, the oldest has been reduced, the others are full.
+- where gradients are reduced, in each microbatch or once a step inside the last, the barriers of `stack` hold at most
+  `reduction_window` of them: while a block runs backward, the one before it still waits as operands, the oldest has
+  been reduced, the others are full. In the microbatches before the last, operands were not seen to wait for longer.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from amsp_jax.step import StepSettings
 
 GRAD_BYTES = 4
 """Of an accumulated gradient's value, float32."""
+_WAITING = 0.77
+"""Of the operands of parameter gradients, those seen to wait: all but those of the down projection."""
 _STEP_BYTES = 4
 """The number of the step. The seed is no argument of a model that draws nothing; with it there are 4 bytes more."""
 
@@ -174,17 +177,19 @@ class _Moments:
         kinds = [PartBytes.of(block, leaves, *wire) for block, leaves in zip(trace.blocks, blocks, strict=True)]
         self.embed, self.head = PartBytes.of(trace.embed, embed, *wire), PartBytes.of(trace.head, head, *wire)
         self.backwards = [kinds[kind] for kind in reversed(sketch.order)]
-        self.window = reduction_window(blocks)
         self.accumulates, self.tied, self.axes = accumulation > 1, sketch.model.tied, plan.axes
         self.has_replicas = bool(self.axes.replica) or plan.parallel.context > 1
         once = bool(self.axes.grad or self.axes.opt or self.axes.replica)
+        self.window = reduction_window(blocks, is_last=once and settings.peel_last)
         peels = once and settings.peel_first and settings.peel_last
         # The zeros of the peeled microbatches are one array, alive across the loop, which has its own.
         zeros = sum(_num_values(leaf) for leaf in jax.tree.leaves(embed)) * GRAD_BYTES
         self.zeros = zeros * (2 if peels and accumulation > 2 else 1)
         self.opt_grads = sum(leaf.num_opt_shard * n for leaf, n in leaf_counts(sketch, plan)) * GRAD_BYTES
-        ends = sum(leaf.num_opt_shard for leaf in jax.tree.leaves((embed, head)))
-        self.flat_grads = (self.opt_grads // GRAD_BYTES - ends) * settings.reduction.dtype.itemsize
+        reduced = [sum(leaf.num_opt_shard for leaf in jax.tree.leaves(leaves)) for leaves in blocks]
+        late = [reduced[kind] for kind in sketch.order][: self.window]
+        self.flat_grads = sum(late) * settings.reduction.dtype.itemsize
+        self.waits = self.accumulates and reduction_window(blocks) is None
         stages = [self.embed, self.head, *self.backwards]
         self.copies, self.grads = sum(stage.copy for stage in stages), sum(stage.grads for stage in stages)
         # Of the last `i` blocks, for each `i`.
@@ -197,6 +202,8 @@ class _Moments:
     def all(self) -> Iterator[dict[str, int]]:
         """Each moment as the fields of a `MemoryEstimate`."""
         yield self._loss()
+        if self.waits:
+            yield self._first()
         yield from map(self._block, range(len(self.backwards)))
         yield self._end()
 
@@ -208,6 +215,14 @@ class _Moments:
             "activations": self.saved + self.head.trace.backward_bytes,
             "gathered": self.head.gathered + (self.embed.gathered if self.tied else 0),
             "reductions": self.zeros if self.accumulates else 0,
+        }
+
+    def _first(self) -> dict[str, int]:
+        """The end of a microbatch whose gradients are not reduced: their products still wait."""
+        return {
+            "params": self.copies,
+            "activations": round(_WAITING * (self.head.trace.pending_bytes + self.pending_of[-1])),
+            "reductions": self.zeros,
         }
 
     def _block(self, done: int) -> dict[str, int]:
@@ -244,7 +259,8 @@ class _Moments:
     def _end(self) -> dict[str, int]:
         """The reductions of once a step: all gradients, and the OS shards of accumulated ones.
 
-        Leaves that are all-reduced together are one flat array, alive beside the leaves that are sliced out of it.
+        Leaves that are all-reduced together are one flat array, alive beside the leaves that are sliced out of it, of
+        as many blocks as are late.
         """
         return {
             "grads": self.grads + (self.opt_grads if self.axes.opt and self.accumulates else 0),

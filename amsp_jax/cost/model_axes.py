@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from amsp_jax.cluster import CollectiveKind, Network
 from amsp_jax.cost.communication import EXCHANGE, Collective, Phase
+from amsp_jax.cost.memory import GRAD_BYTES
 from amsp_jax.cost.ranks import HALVES
 from amsp_jax.parallel import CONTEXT, STAGE, TENSOR, ModelParallel
 from amsp_jax.stack import Remat
@@ -121,17 +122,17 @@ def send(output_bytes: int, parallel: ModelParallel, stages: Degree) -> Collecti
     return Collective(SEND, (STAGE,), stages, (), num_bytes, Phase.SEND)
 
 
-def exchanges(num_values: int, gather_bytes: int, reduce_bytes: int, stages: Degree) -> Iterator[Collective]:
+def exchanges(num_values: int, gather_bytes: int, stages: Degree) -> Iterator[Collective]:
     """The all-to-alls of once a step that hand each stage its own blocks, and bring their gradients back.
 
         2 + 4 bytes x parameters of blocks / (p t s_os), (p - 1)/p of which leave the device
 
     Args:
       num_values: of all blocks' OS shards on one device.
-      gather_bytes, reduce_bytes: of a value, of parameters and of gradients.
+      gather_bytes: of a parameter's value; a reduced gradient's is float32.
       stages: their group.
     """
-    for item_bytes, phase in ((gather_bytes, Phase.START), (reduce_bytes, Phase.END)):
+    for item_bytes, phase in ((gather_bytes, Phase.START), (GRAD_BYTES, Phase.END)):
         yield Collective(EXCHANGE, (STAGE,), stages, (), num_values * item_bytes, phase)
 
 

@@ -68,7 +68,7 @@ class _Moments:
         ends = sum(leaf.num_opt_shard for leaf in jax.tree.leaves((embed, head)))
         # The gradients of a slot, of which each stage gets its pieces, are there before and after the exchange.
         num_exchanged = (self.opt_grads // GRAD_BYTES - ends) // len(sketch.order) * schedule.num_stages
-        self.exchanged = num_exchanged * settings.reduction.dtype.itemsize
+        self.exchanged = num_exchanged * GRAD_BYTES
 
     def all(self) -> Iterator[dict[str, int]]:
         """Each moment as the fields of a `MemoryEstimate`."""

@@ -1,8 +1,11 @@
 """What a compiled program's text says: its collectives, and what runs between their start and their end."""
 
+from amsp_jax.hlo.collectives import AxesOf as AxesOf
 from amsp_jax.hlo.collectives import Collective as Collective
 from amsp_jax.hlo.collectives import Groups as Groups
+from amsp_jax.hlo.collectives import axes_of as axes_of
 from amsp_jax.hlo.collectives import collectives as collectives
+from amsp_jax.hlo.collectives import joined as joined
 from amsp_jax.hlo.collectives import mesh_groups as mesh_groups
 from amsp_jax.hlo.schedule import Flops as Flops
 from amsp_jax.hlo.schedule import Span as Span

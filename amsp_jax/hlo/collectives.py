@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +23,8 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all
 Groups = frozenset[frozenset[int]]
 """The positions of devices that a collective brings together."""
 
+AxesOf = Callable[[str, Groups], str]
+"""From a collective's kind and groups to the mesh axes that it runs over."""
 
 _IOTA = r"\[[\d,]+\](?:T\([\d,]+\))?"
 _GROUPS = re.compile(
@@ -205,3 +208,24 @@ def mesh_groups(mesh: HasMeshShape, axes: Sequence[str]) -> Groups:
     """Positions in the mesh of the devices that a collective over `axes` brings together."""
     sizes = tuple(mesh.shape.values())
     return _along(np.arange(math.prod(sizes)).reshape(sizes), list(mesh.shape), axes)
+
+
+def axes_of(mesh: HasMeshShape) -> AxesOf:
+    """A function from a collective's kind and groups to the mesh axes it runs over; it keeps what it found."""
+    return functools.cache(functools.partial(_axes, mesh))
+
+
+def joined(axes: Iterable[str]) -> str:
+    """`inter_opt+intra_param`: axes as `axes_of` names them."""
+    return "+".join(sorted(axes))
+
+
+def _axes(mesh: HasMeshShape, kind: str, groups: Groups) -> str:
+    """The fewest axes along which these devices differ; a permutation's pairs are a part of those groups."""
+    for count in range(1, len(mesh.shape) + 1):
+        for axes in itertools.combinations(mesh.shape, count):
+            whole = mesh_groups(mesh, axes)
+            is_part = kind == "collective-permute" and all(any(pair <= group for group in whole) for pair in groups)
+            if groups == whole or is_part:
+                return joined(axes)
+    return f"groups of {len(next(iter(groups)))}"

@@ -90,8 +90,7 @@ class Bounds:
             own = on_its_stage(leaf) if is_block else leaf
             sent = messages(PartPlan((own,), is_block, stages), scorer.wire)
             if is_block and parallel.pipeline > 1 and own.dim is not None:
-                sizes = scorer.wire.gather.itemsize, scorer.wire.reduction.dtype.itemsize
-                sent += model_axes.exchanges(own.num_opt_shard, *sizes, stages)
+                sent += model_axes.exchanges(own.num_opt_shard, scorer.wire.gather.itemsize, stages)
             found.append([(message, model_axes.seconds(scorer.network, message)) for message in sent])
         adding = [compute.accumulation_seconds([leaf], scorer.rates) for leaf in leaves]
         return _Coarse(found, adding, self._optimizer_s(degrees, parallel))

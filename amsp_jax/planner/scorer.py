@@ -127,8 +127,7 @@ class Scorer:
         if parallel.pipeline > 1:
             for some, part in zip(found[1:-1], parts[1:-1], strict=True):
                 values = sum(leaf.num_opt_shard for leaf in part.leaves if leaf.dim is not None)
-                sizes = self.wire.gather.itemsize, self.wire.reduction.dtype.itemsize
-                some += model_axes.exchanges(values, *sizes, stages)
+                some += model_axes.exchanges(values, self.wire.gather.itemsize, stages)
         return [[(message, model_axes.seconds(self.network, message)) for message in some] for some in found]
 
     @functools.cache  # noqa: B019

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from amsp_jax.launch import own_watch
 from amsp_jax.state import TrainState, init_state
 
 NUM_WARMUP = 2
+# jax's own name of a session is the time, so that a folder would keep the traces of every time.
+_SESSION = "amsp_jax"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +43,7 @@ def capture(job: Job, num_steps: int, folder: Path) -> Captured:
     Args:
       job: what to train.
       num_steps: to be complete in the trace.
-      folder: for the trace, as TensorBoard wants it.
+      folder: for the trace, as TensorBoard wants it, in the place of the one that was captured there before.
 
     Raises:
       UserError: the step needs more memory than a device has, or the profiler wrote nothing.
@@ -50,18 +53,21 @@ def capture(job: Job, num_steps: int, folder: Path) -> Captured:
     own_watch().doing("running the steps to profile")
     state = init_state(job.model, job.optimizer, job.plan, job.config.seed)
     num_total = NUM_WARMUP + num_steps + 1
-    before = _traces(folder)
+    session = folder / "plugins" / "profile" / _SESSION
     options = jax.profiler.ProfileOptions()
+    options.session_id = _SESSION
     # Calls of Python functions would slow the host down, and are not asked for.
     options.python_tracer_level = 0
     with Prefetcher(lambda i: job.load_batch(job.datasets.train, i), 0, num_total) as batches:
         state = _advance(step, state, batches, range(NUM_WARMUP), job.config.seed)
+        if session.exists():
+            shutil.rmtree(session)
         with jax.profiler.trace(folder, profiler_options=options):
             _advance(step, state, batches, range(NUM_WARMUP, num_total), job.config.seed)
-    written = _traces(folder) - before
+    written = list(session.glob("*.xplane.pb"))
     if not written:
         raise UserError(f"--out={folder}: jax's profiler wrote no trace there; see what it said above")
-    return Captured(max(written), step.as_text())
+    return Captured(written[0], step.as_text())
 
 
 def _advance(
@@ -75,7 +81,3 @@ def _advance(
         jax.block_until_ready(last)
         last = metrics
     return jax.block_until_ready(state)
-
-
-def _traces(folder: Path) -> set[Path]:
-    return set(folder.rglob("*.xplane.pb"))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 
@@ -106,7 +104,7 @@ def read_program(text: str, mesh: HasMeshShape) -> StepProgram:
 def _collectives(program: Program, mesh: HasMeshShape) -> dict[str, Op]:
     """By the names of their starts, or of the fusions that they are in."""
     found: dict[str, Op] = {}
-    axes_of = functools.cache(functools.partial(_axes, mesh))
+    axes_of = hlo.axes_of(mesh)
     for name, _, _ in reachable(program):
         lines = program.computations[name]
         named = [(operation.start.name, operation) for operation in operations(program, lines)]
@@ -123,17 +121,6 @@ def _fused(program: Program, line: Instruction) -> list[Operation]:
     if line.opcode.removesuffix("-start") != "fusion":
         return []
     return [operation for name in line.called() for operation in operations(program, program.computations[name])]
-
-
-def _axes(mesh: HasMeshShape, kind: str, groups: hlo.Groups) -> str:
-    """The fewest axes along which these devices differ; a permutation's pairs are a part of those groups."""
-    for count in range(1, len(mesh.shape) + 1):
-        for axes in itertools.combinations(mesh.shape, count):
-            whole = hlo.mesh_groups(mesh, axes)
-            is_part = kind == "collective-permute" and all(any(pair <= group for group in whole) for pair in groups)
-            if groups == whole or is_part:
-                return "+".join(sorted(axes))
-    return f"groups of {len(next(iter(groups)))}"
 
 
 def _work(program: Program, line: Instruction, flops: hlo.Flops, inside: tuple[str, ...]) -> Work:

@@ -40,7 +40,8 @@ class Grounds:
 
     def ranks(self, point: Point) -> DataRanks:
         """The data ranks of a point; UserError where the devices do not divide."""
-        return point.parallel.data_ranks(self.num_nodes, self.devices_per_node)
+        max_stages = len(self.model.blocks) // point.virtual_stages
+        return point.parallel.data_ranks(self.num_nodes, self.devices_per_node, max_stages)
 
     def key(self, point: Point) -> str:
         """Equal for points that are the same run, by the strategy's degrees, whatever it is called.
