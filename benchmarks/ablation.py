@@ -77,6 +77,7 @@ NARROWER = Part(name="bf16 gradients between nodes", peel_first=True, peel_last=
 def main() -> None:
     args = parse_args()
     layout = measure.set_up(args)
+    launch.from_process_0(lambda: measure.check_file(args.out))
     ranks, size = DataRanks(layout.devices_per_node, layout.num_nodes), size_of(args)
     names = named(args.strategy, ranks)
     done = launch.from_process_0(lambda: [[row["strategy"], row["accumulation"]] for row in read_rows(args.out)])

@@ -25,6 +25,7 @@ from rows import Row
 from amsp_jax import launch, xla_flags
 from amsp_jax.cli import set_up as set_up
 from amsp_jax.cluster import peak_flops
+from amsp_jax.errors import UserError
 from amsp_jax.model import Model
 from amsp_jax.optimizer import make_optimizer
 from amsp_jax.plan import Plan, make_plan
@@ -114,6 +115,19 @@ class StepTimes:
             "warmup_s": [round(seconds, 6) for seconds in self.warmup_s],
             "losses": [round(self.losses[0], 4), round(self.losses[-1], 4)],
         }  # fmt: skip
+
+
+def check_file(path: Path) -> None:
+    """Makes the file's folder before anything is measured.
+
+    Raises:
+      UserError: lines cannot be added to it.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; name a file in a folder of yours") from error
 
 
 def adamw() -> optax.GradientTransformation:

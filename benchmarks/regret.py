@@ -1,7 +1,7 @@
 """Does the planner pick the fastest strategy? Calibrates, measures strategies, and compares with what was predicted.
 
     benchmarks/regret.sh OUT                      a host of GPUs as two nodes: calibrate, then measure
-    python benchmarks/regret.py report --in OUT   the planner's predictions beside them
+    python benchmarks/regret.py report --in OUT   the planner's predictions beside them; --out DIR keeps them
 
 `calibrate` and `measure` are started as training is: alone, or several processes with their coordinator.
 """
@@ -71,9 +71,9 @@ def parse_args() -> argparse.Namespace:
         command.add_argument("--sizes", nargs="+", default=["wide", "narrow"], choices=SIZES)
     for command in (tables, steps):
         cli.add_device_arguments(command)
-    report = commands.add_parser("report", help="write the table and the plot")
+    report = commands.add_parser("report", help="print the tables")
     report.add_argument("--in", dest="folders", type=Path, nargs="+", required=True, metavar="DIR", help="of sittings")
-    report.add_argument("--out", type=Path, default=Path(__file__).parent, help="for regret.md and regret.png")
+    report.add_argument("--out", type=Path, metavar="DIR", help="write regret.md and regret.png there, too")
     report.set_defaults(run=run_report)
     return parser.parse_args()
 
@@ -210,9 +210,10 @@ def expected_s(rows: list[Row], setting: Setting | None) -> float:
 
 
 def summary(row: Row) -> str:
+    peak = f", peak {gibibytes(row['peak_bytes'])} GiB" if row["peak_bytes"] else ""
     return (
         f"{row['size']:6} x{row['accumulation']} {row['strategy']}: {step_times(row)} ms, compiled in "
-        f"{row['compile_s']} s, all {row['wall_s']} s, peak {gibibytes(row['peak_bytes'])} GiB"
+        f"{row['compile_s']} s, all {row['wall_s']} s{peak}"
     )
 
 

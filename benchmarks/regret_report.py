@@ -13,12 +13,13 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
-from measure import COMPUTE_DTYPE, SIZES, Size, adamw
+from measure import COMPUTE_DTYPE, SIZES, Size, adamw, check_file
 from regret_settings import PROBE_BYTES, SETTINGS, Picks, Setting
 from rows import Row, gibibytes, milliseconds, read_rows, step_times, table
 
 from amsp_jax.calibrate import disturbed_sizes
 from amsp_jax.cluster import Cluster, compute_capability, load_cluster
+from amsp_jax.errors import UserError
 from amsp_jax.planner import Candidate, Estimate, Scorer, Workload
 from amsp_jax.strategy import Degree, Degrees, all_degrees
 
@@ -175,8 +176,18 @@ class Sitting:
 
     @classmethod
     def read(cls, folder: Path) -> Sitting:
-        """Of `cluster.json` and `measured.jsonl`."""
-        return cls.of(load_cluster(folder / "cluster.json"), read_rows(folder / "measured.jsonl"))
+        """Of `cluster.json` and `measured.jsonl`.
+
+        Raises:
+          UserError: there is nothing measured, or no calibration.
+        """
+        path = folder / "measured.jsonl"
+        rows = read_rows(path)
+        if not rows or any("size" not in row for row in rows):
+            raise UserError(
+                f"{path}: it has no rows of `regret.py measure`, or others too; benchmarks/regret.sh makes it"
+            )
+        return cls.of(load_cluster(folder / "cluster.json"), rows)
 
     @classmethod
     def of(cls, cluster: Cluster, rows: Sequence[Row]) -> Sitting:
@@ -197,11 +208,17 @@ class Sitting:
         return f"{row['num_nodes']} nodes of {row['devices_per_node']} {row['device_kind']}"
 
 
-def write(folders: Sequence[Path], out: Path) -> None:
-    """Writes `regret.md` and `regret.png` into `out`, and prints the former.
+def write(folders: Sequence[Path], out: Path | None) -> None:
+    """Prints the tables; with `out`, writes them into `regret.md` there, and `regret.png`.
 
     Of each folder: `measured.jsonl`, `cluster.json`, and `notes.md` if there; the one beside them is for all.
+
+    Raises:
+      UserError: a folder holds no measurements; `out` cannot be written to.
     """
+    if out:
+        for name in ("regret.md", "regret.png"):
+            check_file(out / name)
     sittings = [Sitting.read(folder) for folder in folders]
     parts = ["# Does the planner pick the fastest strategy?", *_notes(folders[0].parent)]
     for folder, sitting in zip(folders, sittings, strict=True):
@@ -210,9 +227,10 @@ def write(folders: Sequence[Path], out: Path) -> None:
         parts += [f"## Step time, {sitting.title}", _times_table(sitting.both)]
         parts += [f"## Memory, {sitting.title}", _memory_table(sitting.both)]
     text = "\n\n".join(parts)
-    (out / "regret.md").write_text(text + "\n")
-    plot(sittings, out / "regret.png")
     print(text)
+    if out:
+        (out / "regret.md").write_text(text + "\n")
+        plot(sittings, out / "regret.png")
 
 
 def _notes(folder: Path) -> list[str]:

@@ -55,6 +55,7 @@ class Setting:
 def main() -> None:
     args = parse_args()
     layout = measure.set_up(args)
+    launch.from_process_0(lambda: measure.check_file(args.out))
     ranks = DataRanks(layout.devices_per_node, layout.num_nodes)
     size = size_of(args)
     chosen = launch.from_process_0(lambda: planned(args.cluster, size, args.accumulation))
@@ -113,8 +114,9 @@ def named(strategies: Sequence[str], ranks: DataRanks) -> dict[str, list[str]]:
     """By the canonical form on these ranks, the names that mean it; those that do not fit them are left out."""
     found: dict[str, list[str]] = {}
     for text in strategies:
+        strategy = parse(text)
         try:
-            found.setdefault(str(parse(text).resolve(ranks)), []).append(text)
+            found.setdefault(str(strategy.resolve(ranks)), []).append(text)
         except UserError as error:
             launch.say(f"left out: {error}")
     return found
@@ -149,7 +151,15 @@ def expected_s(rows: Sequence[Row]) -> float:
 
 def report(rows: Sequence[Row]) -> str:
     """A table for each number of microbatches."""
-    heads = ["microbatches", "strategy", "named", "step ms (min, max)", "MFU", "GiB", "against the choice"]
+    heads = [
+        "microbatches",
+        "strategy",
+        "named",
+        "step ms (min, max)",
+        "MFU",
+        "GiB",
+        "against the choice, or the fastest",
+    ]
     lines = []
     for n in sorted({row["accumulation"] for row in rows}):
         alike = [row for row in rows if row["accumulation"] == n]
