@@ -268,7 +268,9 @@ def test_a_mistake_is_one_line(command, message, tmp_path):
     program = [sys.executable, BENCHMARKS / command[0], *command[1:]]
     done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: ") and message in done.stderr and done.stderr.count("\n") == 1
+    # Before it jax's CUDA plugin, where it is installed, may say that it found no GPU.
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("error: ") and message in line and "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
