@@ -339,7 +339,7 @@ def test_the_last_words_of_a_process_are_heard_by_the_others():
 
 
 def test_process_0_has_last_words_too():
-    with Children("join(); print('ready', flush=True); index or 1 / 0; train()", 2) as children:
+    with Children("join(); print('ready', flush=True); index or (time.sleep(2), 1 / 0); train()", 2) as children:
         first, second = children.ready().results()
     assert first[0] == 1
     assert second[0] == 86 and "process 0 on n0 failed: ZeroDivisionError: division by zero" in second[2]
@@ -383,7 +383,8 @@ def test_a_process_that_ends_while_the_others_train_is_named():
 
 @pytest.mark.slow
 def test_a_mistake_that_one_process_finds_ends_all_with_its_code():
-    with Children("join(); print('ready', flush=True); index == 1 and end_process(2); train()", 2) as children:
+    code = "join(); print('ready', flush=True); index == 1 and (time.sleep(2), end_process(2)); train()"
+    with Children(code, 2) as children:
         first, second = children.ready().results()
     assert (first[0], second[0]) == (2, 2)
     assert first[2].startswith("process 1 on n1 ended with exit code 2 while ")
