@@ -99,22 +99,23 @@ def gather(leaf: LeafPlan, dtype: jnp.dtype, reduction: Reduction, shard: jax.Ar
       sink: float32 zeros of the G shard's shape; never read.
     """
     del reduction, sink
-    return _gathered(leaf, dtype, shard)
+    return gathered(leaf, dtype, shard)
 
 
-def _gathered(leaf: LeafPlan, dtype: jnp.dtype, shard: jax.Array) -> jax.Array:
+def gathered(leaf: LeafPlan, dtype: jnp.dtype, shard: jax.Array) -> jax.Array:
+    """What `gather` returns."""
     whole = _all_gather(shard.astype(dtype), leaf.param_axes, leaf.dim)
     return checkpoint_name(crop(whole, leaf.rank_shape), GATHERED)
 
 
 def _gather_fwd(leaf: LeafPlan, dtype: Any, reduction: Any, shard: jax.Array, sink: jax.Array) -> Any:
     del reduction, sink
-    return _gathered(leaf, dtype, shard), None
+    return gathered(leaf, dtype, shard), None
 
 
 def _gather_bwd(leaf: LeafPlan, dtype: Any, reduction: Any, residual: None, grad: jax.Array) -> Any:
     del dtype, residual
-    return None, _reduce(leaf, grad, reduction)
+    return None, reduce(leaf, grad, reduction)
 
 
 gather.defvjp(_gather_fwd, _gather_bwd)
@@ -132,27 +133,52 @@ def gather_last(
       sink: float32 zeros of the OS shard's shape, to which `reduce_accumulated` of that sum is given; never read.
     """
     del reduction, total, sink
-    return _gathered(leaf, dtype, shard)
+    return gathered(leaf, dtype, shard)
 
 
 def _gather_last_fwd(leaf: LeafPlan, dtype: Any, reduction: Any, shard: Any, total: Any, sink: Any) -> Any:
     del reduction, sink
-    return _gathered(leaf, dtype, shard), total
+    return gathered(leaf, dtype, shard), total
 
 
 def _gather_last_bwd(leaf: LeafPlan, dtype: Any, reduction: Any, total: Any, grad: jax.Array) -> Any:
     del dtype
-    grad = _reduce(leaf, grad, reduction)
-    if total is not None:
-        grad = total + grad
-    return None, None, reduce_accumulated(leaf, grad, reduction)
+    return None, None, reduce_last(leaf, reduction, total, grad)
 
 
 gather_last.defvjp(_gather_last_fwd, _gather_last_bwd)
 
 
-def _reduce(leaf: LeafPlan, grad: jax.Array, reduction: Reduction) -> jax.Array:
-    """The float32 G shard of one microbatch's whole gradient."""
+def reduce_last(leaf: LeafPlan, reduction: Reduction, total: Any, grad: jax.Array) -> jax.Array:
+    """The OS shard of the summed gradient: of `total`, the G shard of what came before or None, and a whole gradient."""
+    grad = reduce(leaf, grad, reduction)
+    if total is not None:
+        grad = total + grad
+    return reduce_accumulated(leaf, grad, reduction)
+
+
+@jax.custom_vjp
+def use(whole: jax.Array, sink: jax.Array) -> jax.Array:
+    """`whole`, used by one of several microbatches: its gradient is added to that of `sink`, float32 zeros of its shape."""
+    del sink
+    return whole
+
+
+def _use_fwd(whole: jax.Array, sink: jax.Array) -> Any:
+    del sink
+    return whole, None
+
+
+def _use_bwd(residual: None, grad: jax.Array) -> Any:
+    del residual
+    return None, grad.astype(jnp.float32)
+
+
+use.defvjp(_use_fwd, _use_bwd)
+
+
+def reduce(leaf: LeafPlan, grad: jax.Array, reduction: Reduction) -> jax.Array:
+    """The float32 G shard of a whole gradient."""
     grad = pad(grad, leaf.rank_storage_shape)
     for axes in _scattered_axes(leaf, reduction):
         grad = _reduce_scatter(leaf, grad, axes, reduction)

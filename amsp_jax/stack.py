@@ -173,9 +173,9 @@ def _stack(applies: Sequence[Callable[..., Any]], window: int | None) -> Callabl
             ready = cotangents[max(0, len(cotangents) - 2)]
             late = len(grads) - window if window else -1
             if late >= 0:
-                vjp, grads[late] = _after(ready, (vjp, grads[late]))
+                vjp, grads[late] = after(ready, (vjp, grads[late]))
             else:
-                vjp = _after(ready, vjp)
+                vjp = after(ready, vjp)
             grad, cotangent = vjp(cotangent)
             grads.append(grad)
             cotangents.append(cotangent)
@@ -189,7 +189,7 @@ def _with_constants(apply: Any, shards: Params, batch: Batch, key: jax.Array, si
     return apply(sinks, x, shards, batch, key)
 
 
-def _after(ready: Any, tree: Any) -> Any:
+def after(ready: Any, tree: Any) -> Any:
     """`tree`, whose arrays XLA may not touch before `ready` is there; `ready` is not consumed."""
     leaves, structure = jax.tree.flatten(tree)
     tied = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]

@@ -16,6 +16,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from amsp_jax.breadth import Group, group_grads
 from amsp_jax.collectives import Reduction, param_shard, reduce_accumulated
 from amsp_jax.context import zigzag, zigzag_inverse
 from amsp_jax.model import Batch, LossOutput, Model, Params, Part
@@ -70,6 +71,8 @@ class StepSettings:
         reductions of once a step overlap them; without effect where there are none, and where there are stages.
       schedule: of the pipeline, `1f1b` or `gpipe`, where the plan has stages.
       virtual_stages: parts of the model that a stage has; more than one interleaves them.
+      group: microbatches that go through each block before the next block (`breadth`), where there are no stages; it
+        divides the microbatches of a step.
     """
 
     reduce_dtype: Any = jnp.float32
@@ -79,6 +82,7 @@ class StepSettings:
     peel_last: bool = True
     schedule: str = "1f1b"
     virtual_stages: int = 1
+    group: int = 1
 
     @property
     def reduction(self) -> Reduction:
@@ -182,9 +186,10 @@ def make_grad_fn(model: Model, plan: Plan, settings: StepSettings) -> GradFn:
         return _global_sums(plan, sums), pipeline.reduce(grads, settings.reduction)
 
     def local(params: Params, batch: Batch, rows: jax.Array, seed: Any, step: Any) -> tuple[LossSums, Params]:
-        shards = _param_shards(plan, params)
-        microbatches = _Microbatches(model, plan, settings, seed, step)
-        sums, grads = _accumulate(microbatches, (batch, rows), shards, jnp.minimum(step, 0))
+        data, is_only = _in_groups(settings.group, (batch, rows)), len(rows) == settings.group > 1
+        shards = params if is_only else _param_shards(plan, params)
+        microbatches = _Microbatches(model, plan, settings, seed, step, is_only)
+        sums, grads = _accumulate(microbatches, data, shards, unknown_zero(step))
         return _global_sums(plan, sums), grads
 
     def grads_of(params: Params, batch: Batch, seed: Any, step: Any) -> tuple[LossSums, Params]:
@@ -206,6 +211,11 @@ def in_context_order(plan: Plan, batch: Batch) -> Batch:
     return {name: x[:, :, zigzag(x.shape[2], num_ranks)] for name, x in batch.items()}
 
 
+def _in_groups(size: int, data: Any) -> Any:
+    """Arrays [microbatches, ...] as [groups, size, ...]; groups of one are the microbatches."""
+    return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), data) if size > 1 else data
+
+
 def _row_numbers(batch: Batch) -> jax.Array:
     """[microbatches, rows] int32: the number of each row in the global batch."""
     shape = jax.tree.leaves(batch)[0].shape[:2]
@@ -224,13 +234,18 @@ def _param_shards(plan: Plan, params: Params) -> Params:
 
 @dataclasses.dataclass(frozen=True)
 class _Microbatches:
-    """What a step does with one microbatch `data`, its batch and the numbers of its rows."""
+    """What a step does with one microbatch `data`, its batch and the numbers of its rows; or with one group of them.
+
+    Attributes:
+      is_only: it is a group of all microbatches, and `shards` are the master's.
+    """
 
     model: Model
     plan: Plan
     settings: StepSettings
     seed: Any
     step: Any
+    is_only: bool = False
 
     def peels(self) -> tuple[bool, bool]:
         """Whether the first and the last are outside the loop."""
@@ -239,10 +254,14 @@ class _Microbatches:
 
     def grads(self, shards: Params, data: Any) -> tuple[LossSums, Params]:
         """Local sums and float32 G shards."""
+        if self.settings.group > 1:
+            return self._group_grads(shards, None, data, is_last=False)
         return self._grads(_gather_tree(self.plan, self.settings), shards, data)
 
     def last_grads(self, shards: Params, total: Params | None, data: Any) -> tuple[LossSums, Params]:
         """Local sums, and the OS shards of the sum of the microbatches before and this one."""
+        if self.settings.group > 1:
+            return self._group_grads(shards, total, data, is_last=True)
         leaves = self.plan.leaves
         pairs = jax.tree.map(lambda _, w, *t: (w, t[0] if t else None), leaves, shards, *([total] if total else []))
         return self._grads(_gather_tree(self.plan, self.settings, is_last=True), pairs, data)
@@ -251,6 +270,17 @@ class _Microbatches:
         """The OS shards of the sum of all, with nothing beside the reductions."""
         reduction = self.settings.reduction
         return jax.tree.map(lambda leaf, g: reduce_accumulated(leaf, g, reduction), self.plan.leaves, total)
+
+    def _group_grads(self, shards: Params, totals: Params | None, data: Any, is_last: bool) -> tuple[LossSums, Params]:
+        batch, rows = data
+        keys = jax.vmap(lambda rows: row_keys(self.seed, self.step, rows))(rows)
+        blocks = range(1, len(self.model.blocks) + 1)
+        part_keys = [keys, *(jax.vmap(lambda k, i=i: _block_keys(k, i))(keys) for i in blocks), keys]
+        dtype, settings = self.plan.compute_dtype, self.settings
+        group = Group(dtype, settings.reduction, settings.remat, self.is_only, is_last)
+        leaves, zero = self.plan.leaves, unknown_zero(self.step)
+        sums, grads = group_grads(self.model, leaves, group, shards, totals, batch, part_keys, zero)
+        return _as_sums(sums), grads
 
     def _grads(self, gather_tree: Gather, shards: Params, data: Any) -> tuple[LossSums, Params]:
         batch, rows = data
@@ -264,6 +294,11 @@ class _Microbatches:
         sinks = jax.tree.map(lambda leaf: _sink(leaf, gather_tree.is_last), self.plan.leaves)
         (total, (weight, aux)), gradient = jax.value_and_grad(loss, has_aux=True)(sinks)
         return _as_sums(((total, weight), aux)), gradient
+
+
+def unknown_zero(step: Any) -> jax.Array:
+    """0, which XLA does not know to be one."""
+    return jnp.minimum(step, 0)
 
 
 def _sink(leaf: LeafPlan, is_last: bool) -> jax.Array:
@@ -289,10 +324,15 @@ def _apply(
     )
     embed = gather_tree(embed_l, embed_w, embed_s)
     x = model.embed.apply(embed, batch, keys)
-    block_keys = [jax.vmap(lambda k, i=i: jax.random.fold_in(k, i))(keys) for i in range(1, len(model.blocks) + 1)]
+    block_keys = [_block_keys(keys, i) for i in range(1, len(model.blocks) + 1)]
     x = run_blocks(model.blocks, blocks_l, gather_tree, remat, blocks_w, blocks_s, x, batch, block_keys)
     head = _head_of(model, gather_tree, remat, head_l)
     return head(head_s, head_w, embed if model.tied else None, x, batch, keys)
+
+
+def _block_keys(keys: jax.Array, number: int) -> jax.Array:
+    """Of each row; blocks count from 1."""
+    return jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
 
 
 def _head_of(model: Model, gather_tree: Gather, remat: Remat, leaves: Params) -> Callable[..., LossOutput]:

@@ -46,7 +46,7 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--remat", default="projections")
     p.add_argument("--no_peel", action="store_true")
     p.add_argument("--attention", default="cudnn")
-    for name in ("tensor", "pipeline", "context", "virtual_stages"):
+    for name in ("tensor", "pipeline", "context", "virtual_stages", "group"):
         p.add_argument(f"--{name}", type=int, default=1, help=f"{name.upper()} of train.py")
     p.add_argument("--schedule", default="1f1b")
     p.add_argument("--steps", type=int, default=20)
@@ -111,14 +111,14 @@ def main() -> None:
     settings = StepSettings(
         reduce_dtype=jnp.dtype(args.reduce_dtype), inter_node_dtype=args.inter_node_dtype,
         remat=Remat(args.remat), peel_first=not args.no_peel, peel_last=not args.no_peel,
-        schedule=args.schedule, virtual_stages=args.virtual_stages,
+        schedule=args.schedule, virtual_stages=args.virtual_stages, group=args.group,
     )  # fmt: skip
     shape = (args.accumulation, args.microbatch * ranks.total, args.seq_len)
     row = {
         "model": args.model, "overrides": args.overrides, "strategy": str(plan.degrees), "seq_len": args.seq_len,
         "microbatch": args.microbatch, "accumulation": args.accumulation, "reduce_dtype": args.reduce_dtype,
         "inter_node_dtype": args.inter_node_dtype, "parallel": str(parallel),
-        "schedule": args.schedule, "virtual_stages": args.virtual_stages,
+        "schedule": args.schedule, "virtual_stages": args.virtual_stages, "group": args.group,
         "remat": args.remat, "peel": not args.no_peel, "devices": len(devices), "nodes": args.nodes,
         "device_kind": devices[0].device_kind, "jax": jax.__version__, "xla_flags": os.environ["XLA_FLAGS"],
     }  # fmt: skip

@@ -1,0 +1,236 @@
+"""Breadth-first accumulation: a group of microbatches goes through a part, one after another, before the next part.
+
+Depth-first, each microbatch gathers parameters and reduces gradients for itself, and what is done once a step runs beside
+the first or the last of them. Breadth-first (Lamy-Poirier, arXiv 2211.05953) a group does so once, beside the products
+of all its microbatches, for what blocks keep of each. A part is a loop over the group: no microbatch is computed
+otherwise than it would be alone, and gradients are added up in float32.
+
+XLA's scheduler takes such a loop for cheap and would put collectives where nothing hides them. So the order is in the
+program: a part's parameters may come once the part two before it is done, gradients are reduced part after part, and a
+block runs backward once those of `WINDOW` blocks earlier are reduced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from amsp_jax.collectives import Reduction, gathered, param_shard, reduce, reduce_last, use
+from amsp_jax.model import Batch, LossOutput, Model, Params, Part
+from amsp_jax.stack import Remat, after, policy
+
+WINDOW = 2
+"""How many blocks a gradient's reduction may lag: it runs beside the block after its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """How a group of microbatches computes.
+
+    Attributes:
+      dtype: of gathered parameters.
+      reduction: how gradients are summed.
+      remat: what blocks keep of each microbatch.
+      is_only: it is all microbatches of a step, so that it makes the P shards from the master, where they are used.
+      is_last: gradients are added to those of the groups before, and reduced to OS shards.
+    """
+
+    dtype: jnp.dtype
+    reduction: Reduction
+    remat: Remat
+    is_only: bool
+    is_last: bool
+
+    def param_shards(self, leaves: Params, shards: Params) -> Params:
+        """P shards, of the master's shards if it `is_only`."""
+        if not self.is_only:
+            return shards
+        return jax.tree.map(lambda leaf, master: param_shard(leaf, master, self.dtype), leaves, shards)
+
+    def whole(self, leaves: Params, shards: Params) -> Params:
+        """Parameters gathered from P shards."""
+        return jax.tree.map(lambda leaf, shard: gathered(leaf, self.dtype, shard), leaves, shards)
+
+    def reduce(self, leaves: Params, totals: Params | None, grads: Params) -> Params:
+        """G shards of whole gradients; if it `is_last`, OS shards of their sums with `totals`, or of them alone."""
+        if not self.is_last:
+            return jax.tree.map(lambda leaf, grad: reduce(leaf, grad, self.reduction), leaves, grads)
+        if totals is None:
+            return jax.tree.map(lambda leaf, grad: reduce_last(leaf, self.reduction, None, grad), leaves, grads)
+        return jax.tree.map(
+            lambda leaf, total, grad: reduce_last(leaf, self.reduction, total, grad), leaves, totals, grads
+        )
+
+
+def group_grads(
+    model: Model,
+    leaves: Params,
+    group: Group,
+    shards: Params,
+    totals: Params | None,
+    batch: Batch,
+    keys: Sequence[jax.Array],
+    zero: jax.Array,
+) -> tuple[LossOutput, Params]:
+    """The sums of a group, and its gradients as `Group.reduce` gives them. To be called inside `shard_map`.
+
+    Args:
+      model: the model.
+      leaves: of its plan.
+      group: how it computes.
+      shards: P shards, or the master's if the group `is_only`.
+      totals: G shards of the groups before, if it `is_last` and there are any.
+      batch: arrays [group, rows, ...].
+      keys: of each part, [group, rows].
+      zero: 0, which XLA must not know (see `_Loop`).
+    """
+    (embed_l, blocks_l, head_l), (embed_w, blocks_w, head_w) = model.split(leaves), model.split(shards)
+    embed_t, blocks_t, head_t = model.split(totals) if totals is not None else (None, [None] * len(blocks_l), None)
+    loop = _Loop(zero)
+
+    embed = group.whole(embed_l, group.param_shards(embed_l, embed_w))
+    x = loop.each(lambda batch, keys: model.embed.apply(embed, batch, keys), batch, keys[0])
+    before, blocks = x, []
+    for part, leaf, shard, block_keys in zip(model.blocks, blocks_l, blocks_w, keys[1:-1], strict=True):
+        block = _Block(part, leaf, group, group.param_shards(leaf, after(before, shard)), loop)
+        before, x = x, block.forward(x, batch, block_keys)
+        blocks.append(block)
+    head = group.whole(head_l, group.param_shards(head_l, after(before, head_w)))
+    params = head, embed if model.tied else None
+    sums, (grad, tied_grad), cotangent = _head(model.head, params, x, batch, keys[-1], loop)
+
+    # Of the head, the last block, and so on.
+    reduced, ready = [group.reduce(head_l, head_t, grad)], cotangent
+    for block, total in zip(blocks[::-1], blocks_t[::-1], strict=True):
+        late = len(reduced) - WINDOW
+        if late >= 0:
+            cotangent, reduced[late] = lax.optimization_barrier((cotangent, reduced[late]))
+        grad, next_cotangent = block.backward(cotangent, ready)
+        ready, cotangent = cotangent, next_cotangent
+        reduced.append(group.reduce(block.leaves, total, after(reduced[-1], grad)))
+    grad = _embed_grad(model.embed, embed, tied_grad, cotangent, batch, keys[0], loop)
+    first = group.reduce(embed_l, embed_t, after(reduced[-1], grad))
+    return sums, model.join(first, reduced[:0:-1], reduced[0])
+
+
+class _Block:
+    """A block on a group, and what it keeps from its forward to its backward pass."""
+
+    def __init__(self, part: Part, leaves: Params, group: Group, shards: Params, loop: _Loop) -> None:
+        self.part, self.leaves, self.group, self.shards, self.loop = part, leaves, group, shards, loop
+
+    def forward(self, x: Any, batch: Batch, keys: jax.Array) -> Any:
+        """What flows to the next block, [group, ...]."""
+        whole = self.group.whole(self.leaves, self.shards)
+        kept = policy(self.group.remat)
+
+        def run(sinks: Params, x: Any, whole: Params, batch: Batch, key: jax.Array) -> Any:
+            return self.part.apply(_used(whole, sinks), x, batch, key)
+
+        def one(x: Any, batch: Batch, key: jax.Array) -> Any:
+            run_again = jax.checkpoint(run, policy=kept, prevent_cse=False)
+            y, vjp = jax.vjp(lambda sinks, x: run_again(sinks, x, whole, batch, key), _zeros(whole), x)
+            saved, self.structure = jax.tree.flatten(vjp)
+            # Neither parameters, which are gathered again, nor `x` are kept a second time.
+            known = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((whole, x)))}
+            self.known = [known.get(id(leaf)) for leaf in saved]
+            return y, [leaf for leaf, i in zip(saved, self.known, strict=True) if i is None]
+
+        self.x = x
+        y, self.saved = self.loop.each(one, x, batch, keys)
+        return y
+
+    def backward(self, cotangent: Any, ready: Any) -> tuple[Params, Any]:
+        """The float32 gradient of whole parameters, which are gathered again once `ready` is there, and x's cotangent."""
+        whole = self.group.whole(self.leaves, after(ready, self.shards))
+
+        def one(cotangent: Any, x: Any, saved: list[Any]) -> Any:
+            known, others = jax.tree.leaves((whole, x)), iter(saved)
+            leaves = [next(others) if i is None else known[i] for i in self.known]
+            return jax.tree.unflatten(self.structure, leaves)(cotangent)
+
+        return self.loop.sum(one, cotangent, self.x, self.saved)
+
+
+def _head(
+    part: Part, params: Any, x: Any, batch: Batch, keys: jax.Array, loop: _Loop
+) -> tuple[LossOutput, Any, Any]:
+    """(sums, gradients of `params`, cotangents of `x`): a microbatch's backward pass follows its forward pass, as the
+    logits of a whole group would be large."""
+
+    def loss(sinks: Any, x: Any, batch: Batch, key: jax.Array) -> Any:
+        (total, weight), aux = part.apply(*_used(params, sinks), x, batch, key)
+        return total, (weight, aux)
+
+    def one(x: Any, batch: Batch, key: jax.Array) -> Any:
+        differentiate = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        (total, (weight, aux)), (grad, cotangent) = differentiate(_zeros(params), x, batch, key)
+        return (((total, weight), aux), grad), cotangent
+
+    (sums, grad), cotangents = loop.sum(one, x, batch, keys)
+    return sums, grad, cotangents
+
+
+def _embed_grad(
+    part: Part, params: Params, grad: Params | None, cotangents: Any, batch: Batch, keys: jax.Array, loop: _Loop
+) -> Params:
+    """The gradient of the embedding, added to `grad`, that of a tied head."""
+
+    def one(cotangent: Any, batch: Batch, key: jax.Array) -> Any:
+        _, vjp = jax.vjp(lambda sinks: part.apply(_used(params, sinks), batch, key), _zeros(params))
+        return vjp(cotangent)[0], None
+
+    return loop.sum(one, cotangents, batch, keys, start=grad)[0]
+
+
+def _used(params: Params, sinks: Params) -> Params:
+    return jax.tree.map(use, params, sinks)
+
+
+def _zeros(params: Params) -> Params:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+
+
+class _Loop:
+    """Over the leading dimension of arrays.
+
+    Args:
+      zero: 0, which XLA must not know. From a loop's own counter it would make asynchronous copies of slices, see
+        `step`, and of stacked results of products, which it would compute twice.
+    """
+
+    def __init__(self, zero: jax.Array) -> None:
+        self.zero = zero
+
+    def each(self, function: Callable[..., Any], *items: Any) -> Any:
+        """What the function returns for each item, stacked."""
+        return self.sum(lambda *item: (None, function(*item)), *items)[1]
+
+    def sum(self, function: Callable[..., Any], *items: Any, start: Any = None) -> Any:
+        """Of a function that returns `(terms, result)`: the sum of terms and of `start`, and the stacked results."""
+        # Zeros that are there before the items would be written at once for all loops of a step.
+        zero, _ = lax.optimization_barrier((self.zero, items))
+
+        def item(i: Any) -> Any:
+            return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), items)
+
+        def zeros(like: jax.ShapeDtypeStruct, *leading: int) -> jax.Array:
+            return jnp.broadcast_to(zero.astype(like.dtype), (*leading, *like.shape))
+
+        def body(_: Any, carry: Any) -> Any:
+            sums, stacks, i = carry
+            terms, result = function(*item(i))
+            stacks = jax.tree.map(lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, i, 0), stacks, result)
+            return jax.tree.map(jnp.add, sums, terms), stacks, i + 1
+
+        count = jax.tree.leaves(items)[0].shape[0]
+        terms, result = jax.eval_shape(lambda: function(*item(0)))
+        sums = jax.tree.map(zeros, terms) if start is None else start
+        stacks = jax.tree.map(lambda like: zeros(like, count), result)
+        sums, stacks, _ = lax.fori_loop(0, count, body, (sums, stacks, zero))
+        return sums, stacks
