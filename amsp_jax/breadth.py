@@ -1,9 +1,9 @@
 """Breadth-first accumulation: a group of microbatches goes through a part, one after another, before the next part.
 
-Depth-first, each microbatch gathers parameters and reduces gradients for itself, and what is done once a step runs beside
-the first or the last of them. Breadth-first (Lamy-Poirier, arXiv 2211.05953) a group does so once, beside the products
-of all its microbatches, for what blocks keep of each. A part is a loop over the group: no microbatch is computed
-otherwise than it would be alone, and gradients are added up in float32.
+Depth-first, each microbatch gathers parameters and reduces gradients for itself, and what is done once a step runs
+beside the first or the last of them. Breadth-first (Lamy-Poirier, arXiv 2211.05953) a group does so once, beside the
+products of all its microbatches, for what blocks keep of each. A part is a loop over the group: no microbatch is
+computed otherwise than it would be alone, and gradients are added up in float32.
 
 XLA's scheduler takes such a loop for cheap and would put collectives where nothing hides them. So the order is in the
 program: a part's parameters may come once the part two before it is done, gradients are reduced part after part, and a
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from amsp_jax.collectives import Reduction, gathered, param_shard, reduce, reduce_last, use
+from amsp_jax.errors import UserError
 from amsp_jax.model import Batch, LossOutput, Model, Params, Part
 from amsp_jax.stack import Remat, after, policy
 
@@ -36,19 +37,19 @@ class Group:
       dtype: of gathered parameters.
       reduction: how gradients are summed.
       remat: what blocks keep of each microbatch.
-      is_only: it is all microbatches of a step, so that it makes the P shards from the master, where they are used.
+      is_first: of its step, so that it makes P shards from the master's, each where it is used.
       is_last: gradients are added to those of the groups before, and reduced to OS shards.
     """
 
     dtype: jnp.dtype
     reduction: Reduction
     remat: Remat
-    is_only: bool
+    is_first: bool
     is_last: bool
 
     def param_shards(self, leaves: Params, shards: Params) -> Params:
-        """P shards, of the master's shards if it `is_only`."""
-        if not self.is_only:
+        """P shards, of the master's shards if it `is_first`."""
+        if not self.is_first:
             return shards
         return jax.tree.map(lambda leaf, master: param_shard(leaf, master, self.dtype), leaves, shards)
 
@@ -76,14 +77,14 @@ def group_grads(
     batch: Batch,
     keys: Sequence[jax.Array],
     zero: jax.Array,
-) -> tuple[LossOutput, Params]:
-    """The sums of a group, and its gradients as `Group.reduce` gives them. To be called inside `shard_map`.
+) -> tuple[LossOutput, Params, Params]:
+    """The sums of a group, its gradients as `Group.reduce` gives them, and P shards. To be called inside `shard_map`.
 
     Args:
       model: the model.
       leaves: of its plan.
       group: how it computes.
-      shards: P shards, or the master's if the group `is_only`.
+      shards: P shards, or the master's if the group `is_first`.
       totals: G shards of the groups before, if it `is_last` and there are any.
       batch: arrays [group, rows, ...].
       keys: of each part, [group, rows].
@@ -93,15 +94,16 @@ def group_grads(
     embed_t, blocks_t, head_t = model.split(totals) if totals is not None else (None, [None] * len(blocks_l), None)
     loop = _Loop(zero)
 
-    embed = group.whole(embed_l, group.param_shards(embed_l, embed_w))
+    embed_w = group.param_shards(embed_l, embed_w)
+    embed = group.whole(embed_l, embed_w)
     x = loop.each(lambda batch, keys: model.embed.apply(embed, batch, keys), batch, keys[0])
     before, blocks = x, []
     for part, leaf, shard, block_keys in zip(model.blocks, blocks_l, blocks_w, keys[1:-1], strict=True):
         block = _Block(part, leaf, group, group.param_shards(leaf, after(before, shard)), loop)
         before, x = x, block.forward(x, batch, block_keys)
         blocks.append(block)
-    head = group.whole(head_l, group.param_shards(head_l, after(before, head_w)))
-    params = head, embed if model.tied else None
+    head_w = group.param_shards(head_l, after(before, head_w))
+    params = group.whole(head_l, head_w), embed if model.tied else None
     sums, (grad, tied_grad), cotangent = _head(model.head, params, x, batch, keys[-1], loop)
 
     # Of the head, the last block, and so on.
@@ -115,7 +117,24 @@ def group_grads(
         reduced.append(group.reduce(block.leaves, total, after(reduced[-1], grad)))
     grad = _embed_grad(model.embed, embed, tied_grad, cotangent, batch, keys[0], loop)
     first = group.reduce(embed_l, embed_t, after(reduced[-1], grad))
-    return sums, model.join(first, reduced[:0:-1], reduced[0])
+    used = model.join(embed_w, [block.shards for block in blocks], head_w)
+    return sums, model.join(first, reduced[:0:-1], reduced[0]), used
+
+
+def check_group(group: int, num_microbatches: int, num_stages: int = 1) -> None:
+    """Raises UserError unless the microbatches of a step are in groups of this size."""
+    if group > 1 and num_stages > 1:
+        raise UserError(
+            f"MICROBATCH_GROUP={group} with PIPELINE={num_stages}: a pipeline has an order of its own, SCHEDULE; leave "
+            "MICROBATCH_GROUP at 1"
+        )
+    if num_microbatches % group:
+        sizes = [str(size) for size in range(2, num_microbatches + 1) if num_microbatches % size == 0]
+        other = f"set it to {' or '.join(sizes)}, or to 1" if sizes else "leave it at 1"
+        raise UserError(
+            f"MICROBATCH_GROUP={group}, but a step has {num_microbatches} microbatch{'es' * (num_microbatches > 1)} on a "
+            f"rank, in equal groups; {other}"
+        )
 
 
 class _Block:
@@ -146,7 +165,7 @@ class _Block:
         return y
 
     def backward(self, cotangent: Any, ready: Any) -> tuple[Params, Any]:
-        """The float32 gradient of whole parameters, which are gathered again once `ready` is there, and x's cotangent."""
+        """The float32 gradient of whole parameters, gathered again once `ready` is there, and x's cotangent."""
         whole = self.group.whole(self.leaves, after(ready, self.shards))
 
         def one(cotangent: Any, x: Any, saved: list[Any]) -> Any:
@@ -157,9 +176,7 @@ class _Block:
         return self.loop.sum(one, cotangent, self.x, self.saved)
 
 
-def _head(
-    part: Part, params: Any, x: Any, batch: Batch, keys: jax.Array, loop: _Loop
-) -> tuple[LossOutput, Any, Any]:
+def _head(part: Part, params: Any, x: Any, batch: Batch, keys: jax.Array, loop: _Loop) -> tuple[LossOutput, Any, Any]:
     """(sums, gradients of `params`, cotangents of `x`): a microbatch's backward pass follows its forward pass, as the
     logits of a whole group would be large."""
 

@@ -150,7 +150,7 @@ gather_last.defvjp(_gather_last_fwd, _gather_last_bwd)
 
 
 def reduce_last(leaf: LeafPlan, reduction: Reduction, total: Any, grad: jax.Array) -> jax.Array:
-    """The OS shard of the summed gradient: of `total`, the G shard of what came before or None, and a whole gradient."""
+    """The OS shard of the sum of `total`, the G shard of the microbatches before or None, and a whole gradient."""
     grad = reduce(leaf, grad, reduction)
     if total is not None:
         grad = total + grad
@@ -159,7 +159,7 @@ def reduce_last(leaf: LeafPlan, reduction: Reduction, total: Any, grad: jax.Arra
 
 @jax.custom_vjp
 def use(whole: jax.Array, sink: jax.Array) -> jax.Array:
-    """`whole`, used by one of several microbatches: its gradient is added to that of `sink`, float32 zeros of its shape."""
+    """`whole`, for one of several microbatches: its gradient goes to `sink`, float32 zeros of its shape, to be added."""
     del sink
     return whole
 

@@ -46,6 +46,7 @@ class TrainConfig:
     seed: Annotated[int, "of the initial parameters, the sample order and dropout"]
     global_batch: Annotated[int, "sequences in a step, over all devices"]
     microbatch: Annotated[int, "sequences a data-parallel rank computes at once"]
+    microbatch_group: Annotated[int, "microbatches that go through each block before the next block; 1: depth-first"]
     seq_len: Annotated[int, "tokens in a sequence"]
     learning_rate: Annotated[float, "highest learning rate, reached after the warm-up"]
     warmup_steps: Annotated[int, "steps of linear warm-up before the cosine"]
@@ -122,7 +123,7 @@ _MAX_COUNT = 100_000_000
 _MAX_SIMULATED = 1024
 _AT_LEAST_ONE = (
     *("steps", "global_batch", "microbatch", "seq_len", "keep_checkpoints", "eval_batches", "stop_after"),
-    *("tensor", "pipeline", "virtual_stages", "context"),
+    *("microbatch_group", "tensor", "pipeline", "virtual_stages", "context"),
     *("max_skipped", "hang_timeout_s"),
     *("simulated_nodes", "simulated_devices_per_node", "devices_per_node"),
 )

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from amsp_jax import schedule, xla_flags
+from amsp_jax.breadth import check_group
 from amsp_jax.checkpoint import leaf_paths
 from amsp_jax.checks import BatchShape, batch_shape, require_compiled_memory, require_memory
 from amsp_jax.config import TrainConfig
@@ -93,6 +94,7 @@ def prepare(config: TrainConfig, model: Model, vocab_size: int, layout: Layout) 
     check_sequence(config.seq_len, config.context, config.tensor)
     batch = batch_shape(config.global_batch, config.microbatch, ranks.total, config.seq_len, parallel.total)
     check_stages(config, model, batch.accumulation)
+    check_group(config.microbatch_group, batch.accumulation, config.pipeline)
     require_memory(plan, layout.memory_bytes)
     optimizer = optimizer_of(config)
     # Of several processes one trains the tokenizer and fills the cache.
@@ -198,6 +200,7 @@ def step_settings(config: TrainConfig) -> StepSettings:
         peel_last=config.peel,
         schedule=config.schedule,
         virtual_stages=config.virtual_stages,
+        group=config.microbatch_group,
     )
 
 

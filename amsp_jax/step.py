@@ -16,7 +16,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from amsp_jax.breadth import Group, group_grads
+from amsp_jax.breadth import Group, check_group, group_grads
 from amsp_jax.collectives import Reduction, param_shard, reduce_accumulated
 from amsp_jax.context import zigzag, zigzag_inverse
 from amsp_jax.model import Batch, LossOutput, Model, Params, Part
@@ -186,10 +186,8 @@ def make_grad_fn(model: Model, plan: Plan, settings: StepSettings) -> GradFn:
         return _global_sums(plan, sums), pipeline.reduce(grads, settings.reduction)
 
     def local(params: Params, batch: Batch, rows: jax.Array, seed: Any, step: Any) -> tuple[LossSums, Params]:
-        data, is_only = _in_groups(settings.group, (batch, rows)), len(rows) == settings.group > 1
-        shards = params if is_only else _param_shards(plan, params)
-        microbatches = _Microbatches(model, plan, settings, seed, step, is_only)
-        sums, grads = _accumulate(microbatches, data, shards, unknown_zero(step))
+        microbatches = _Microbatches(model, plan, settings, seed, step)
+        sums, grads = _accumulate(microbatches, _in_groups(settings.group, (batch, rows)), params, unknown_zero(step))
         return _global_sums(plan, sums), grads
 
     def grads_of(params: Params, batch: Batch, seed: Any, step: Any) -> tuple[LossSums, Params]:
@@ -198,7 +196,9 @@ def make_grad_fn(model: Model, plan: Plan, settings: StepSettings) -> GradFn:
         whole = stage if plan.parallel.pipeline > 1 else local
         mapped = jax.shard_map(whole, mesh=plan.mesh, in_specs=in_specs, out_specs=(P(), specs), check_vma=False)
         batch = in_context_order(plan, batch)
-        return mapped(params, batch, _row_numbers(batch), jnp.asarray(seed), jnp.asarray(step))
+        rows = _row_numbers(batch)
+        check_group(settings.group, len(rows), plan.parallel.pipeline)
+        return mapped(params, batch, rows, jnp.asarray(seed), jnp.asarray(step))
 
     return grads_of
 
@@ -234,34 +234,36 @@ def _param_shards(plan: Plan, params: Params) -> Params:
 
 @dataclasses.dataclass(frozen=True)
 class _Microbatches:
-    """What a step does with one microbatch `data`, its batch and the numbers of its rows; or with one group of them.
-
-    Attributes:
-      is_only: it is a group of all microbatches, and `shards` are the master's.
-    """
+    """What a step does with one microbatch `data`, its batch and the numbers of its rows; or with a group of them."""
 
     model: Model
     plan: Plan
     settings: StepSettings
     seed: Any
     step: Any
-    is_only: bool = False
 
     def peels(self) -> tuple[bool, bool]:
         """Whether the first and the last are outside the loop."""
         once = bool(self.plan.axes.grad or self.plan.axes.opt or self.plan.axes.replica)
         return once and self.settings.peel_first, once and self.settings.peel_last
 
+    def first_grads(self, params: Params, data: Any, is_last: bool) -> tuple[LossSums, Params, Params]:
+        """Those of the first microbatch, from the master's shards, as `last_grads` if it is the last; and P shards."""
+        if self.settings.group > 1:
+            return self._group_grads(params, None, data, is_first=True, is_last=is_last)
+        shards = _param_shards(self.plan, params)
+        return *(self.last_grads(shards, None, data) if is_last else self.grads(shards, data)), shards
+
     def grads(self, shards: Params, data: Any) -> tuple[LossSums, Params]:
         """Local sums and float32 G shards."""
         if self.settings.group > 1:
-            return self._group_grads(shards, None, data, is_last=False)
+            return self._group_grads(shards, None, data, is_first=False, is_last=False)[:2]
         return self._grads(_gather_tree(self.plan, self.settings), shards, data)
 
     def last_grads(self, shards: Params, total: Params | None, data: Any) -> tuple[LossSums, Params]:
         """Local sums, and the OS shards of the sum of the microbatches before and this one."""
         if self.settings.group > 1:
-            return self._group_grads(shards, total, data, is_last=True)
+            return self._group_grads(shards, total, data, is_first=False, is_last=True)[:2]
         leaves = self.plan.leaves
         pairs = jax.tree.map(lambda _, w, *t: (w, t[0] if t else None), leaves, shards, *([total] if total else []))
         return self._grads(_gather_tree(self.plan, self.settings, is_last=True), pairs, data)
@@ -271,16 +273,18 @@ class _Microbatches:
         reduction = self.settings.reduction
         return jax.tree.map(lambda leaf, g: reduce_accumulated(leaf, g, reduction), self.plan.leaves, total)
 
-    def _group_grads(self, shards: Params, totals: Params | None, data: Any, is_last: bool) -> tuple[LossSums, Params]:
+    def _group_grads(
+        self, shards: Params, totals: Params | None, data: Any, is_first: bool, is_last: bool
+    ) -> tuple[LossSums, Params, Params]:
         batch, rows = data
         keys = jax.vmap(lambda rows: row_keys(self.seed, self.step, rows))(rows)
         blocks = range(1, len(self.model.blocks) + 1)
         part_keys = [keys, *(jax.vmap(lambda k, i=i: _block_keys(k, i))(keys) for i in blocks), keys]
         dtype, settings = self.plan.compute_dtype, self.settings
-        group = Group(dtype, settings.reduction, settings.remat, self.is_only, is_last)
+        group = Group(dtype, settings.reduction, settings.remat, is_first, is_last)
         leaves, zero = self.plan.leaves, unknown_zero(self.step)
-        sums, grads = group_grads(self.model, leaves, group, shards, totals, batch, part_keys, zero)
-        return _as_sums(sums), grads
+        sums, grads, shards = group_grads(self.model, leaves, group, shards, totals, batch, part_keys, zero)
+        return _as_sums(sums), grads, shards
 
     def _grads(self, gather_tree: Gather, shards: Params, data: Any) -> tuple[LossSums, Params]:
         batch, rows = data
@@ -345,8 +349,10 @@ def _head_of(model: Model, gather_tree: Gather, remat: Remat, leaves: Params) ->
     return jax.checkpoint(head, policy=policy(Remat.FULL if remat is Remat.FULL else Remat.NONE), prevent_cse=False)
 
 
-def _accumulate(microbatches: _Microbatches, data: Any, shards: Params, zero: jax.Array) -> tuple[LossSums, Params]:
+def _accumulate(microbatches: _Microbatches, data: Any, params: Params, zero: jax.Array) -> tuple[LossSums, Params]:
     """Local sums and the OS shards of the summed gradient, over the leading dimension of `data`.
+
+    `params` are the master's shards.
 
     The barriers keep XLA from hoisting the parameter gathers out of the loop, from merging those of different
     microbatches (whole parameters would stay alive), and from starting the last microbatch before the loop.
@@ -371,12 +377,14 @@ def _accumulate(microbatches: _Microbatches, data: Any, shards: Params, zero: ja
 
     peels_first, peels_last = microbatches.peels()
     if count == 1:
-        return microbatches.last_grads(shards, None, item(0))
+        return microbatches.first_grads(params, item(0), is_last=True)[:2]
     stop = count - 1 if peels_last else count
     if peels_first:
         # Without a barrier: the first microbatch may start on the blocks whose once-a-step gathers have arrived.
-        total, start = microbatches.grads(shards, item(0)), 1
+        *first, shards = microbatches.first_grads(params, item(0), is_last=False)
+        total, start = tuple(first), 1
     else:
+        shards = _param_shards(microbatches.plan, params)
         shapes = jax.eval_shape(run, shards, item(0))
         total, start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), 0
     if stop - start == 1:

@@ -127,7 +127,8 @@ def test_microbatches_without_a_valid_token_give_no_nan():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
-def test_small_gradients_survive_many_microbatches():
+@pytest.mark.parametrize("group", [1, 65])
+def test_small_gradients_survive_many_microbatches(group):
     """One large and 64 tiny microbatches in bf16: the float32 accumulator keeps the small terms."""
     model = oracle.model("llama", num_layers=1)
     plan = plan_for("zero2", model, DataRanks(2), jnp.bfloat16)
@@ -137,11 +138,11 @@ def test_small_gradients_survive_many_microbatches():
     weights[:2] = 1
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
     state = init_state(model, oracle.optimizer("sgd"), plan, seed=3)
-    run = Run(model, plan)
+    run, alone = Run(model, plan, StepSettings(group=group)), Run(model, plan)
     # jax's XLA attention promotes bf16 in its backward pass.
     with jax.numpy_dtype_promotion("standard"):
         _, many = run.grads(state.params, oracle.placed(plan, batch, 65), 0, 0)
-        _, one = run.grads(state.params, oracle.placed(plan, {k: v[:2] for k, v in batch.items()}, 1), 0, 0)
+        _, one = alone.grads(state.params, oracle.placed(plan, {k: v[:2] for k, v in batch.items()}, 1), 0, 0)
     ratio = np.linalg.norm(many["head"]["norm"]["scale"]) / np.linalg.norm(one["head"]["norm"]["scale"])
     np.testing.assert_allclose(ratio, 1 + 64 * 2.0**-10, rtol=2e-3)
 
