@@ -129,12 +129,10 @@ def check_group(group: int, num_microbatches: int, num_stages: int = 1) -> None:
             "MICROBATCH_GROUP at 1"
         )
     if num_microbatches % group:
+        count = f"{num_microbatches} microbatch{'es' * (num_microbatches > 1)}"
         sizes = [str(size) for size in range(2, num_microbatches + 1) if num_microbatches % size == 0]
         other = f"set it to {' or '.join(sizes)}, or to 1" if sizes else "leave it at 1"
-        raise UserError(
-            f"MICROBATCH_GROUP={group}, but a step has {num_microbatches} microbatch{'es' * (num_microbatches > 1)} on a "
-            f"rank, in equal groups; {other}"
-        )
+        raise UserError(f"MICROBATCH_GROUP={group}, but a step has {count} on a rank, to be in equal groups; {other}")
 
 
 class _Block:

@@ -159,7 +159,7 @@ def reduce_last(leaf: LeafPlan, reduction: Reduction, total: Any, grad: jax.Arra
 
 @jax.custom_vjp
 def use(whole: jax.Array, sink: jax.Array) -> jax.Array:
-    """`whole`, for one of several microbatches: its gradient goes to `sink`, float32 zeros of its shape, to be added."""
+    """`whole`, for one of several microbatches: its gradient is added up in that of `sink`, float32 zeros like it."""
     del sink
     return whole
 
