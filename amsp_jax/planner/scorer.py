@@ -178,6 +178,7 @@ class Scorer:
             peel_last=self.workload.peel,
             schedule=candidate.schedule,
             virtual_stages=candidate.virtual_stages,
+            group=candidate.group,
         )
 
     def schedule(self, candidate: Candidate) -> Schedule:
@@ -216,6 +217,7 @@ class Scorer:
         return Estimate(
             candidate=candidate,
             accumulation=accumulation,
+            rounds=candidate.rounds(self.workload.global_batch),
             memory=self.memory(candidate),
             timeline=timeline,
             terms_s=terms,
