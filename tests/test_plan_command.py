@@ -112,6 +112,28 @@ def test_the_dtype_between_nodes_is_planned_and_told(capsys):
     assert exchanged == {("1x2", "as all-gather")}
 
 
+def test_a_group_of_microbatches_is_planned_and_told(capsys):
+    text = plan(capsys, microbatch_group=2, top=1).out
+    assert "microbatch 1, remat projections, group 2, adamw" in text
+    assert "MICROBATCH = 1\nMICROBATCH_GROUP = 2\nREMAT = 'projections'" in text
+    asked = {"microbatch_group": 2, "explain": "zero3", "global_batch": 64}
+    captured = plan(capsys, "--json", **asked)
+    told = json.loads(captured.out)
+    assert told["group"] == 2 and told["accumulation"] == 4
+    assert {c["count"] for c in told["collectives"] if c["when"] == "gather" and c["part"] == "each block"} == {2 * 16}
+    assert "microbatch 1 in groups of 2, remat projections, 4 microbatches a step" in captured.err
+    assert "every group: " in captured.err or "first group: " in captured.err
+
+
+def test_groups_are_searched_as_far_as_they_divide(capsys):
+    captured = plan(capsys, "--search", "group", "--json", global_batch=64, top=3)
+    told = json.loads(captured.out)
+    assert {entry["group"] for entry in told["ranked"] + told["rejected"]} == {1, 2, 4}
+    assert not any("do not divide" in entry["reason"] for entry in told["rejected"])
+    head = next(line for line in captured.err.splitlines() if " strategy " in line)
+    assert "group" in head and "micro" not in head
+
+
 def test_explain_says_by_how_much_it_does_not_fit(capsys):
     assert "does not fit: " in plan(capsys, "--explain", "ddp", memory_limit=10).out
 
@@ -133,7 +155,15 @@ def test_explain_says_by_how_much_it_does_not_fit(capsys):
         ({"nodes": 0}, "--nodes 0: nodes count from 1"),
         ({"top": 0}, "--top 0: it counts from 1"),
         ({"memory_limit": -1}, "--memory-limit -1: GiB of a device, from 0.001"),
-        ({"search": "remat,stages"}, "'stages' is unknown; some of strategy,microbatch,remat,tensor"),
+        ({"search": "remat,stages"}, "'stages' is unknown; some of strategy,microbatch,remat,group,tensor"),
+        ({"microbatch_group": 0}, "--microbatch-group 0: it counts from 1"),
+        (
+            {"microbatch_group": 4},
+            "does not divide the microbatches of a step, 2 = 32 / (1 (microbatch) x 16 data",
+        ),
+        ({"microbatch_group": 4, "explain": "zero3"}, "--microbatch-group 4 does not divide"),
+        ({"microbatch_group": 2, "pipeline": 2}, "--microbatch-group 2 has no meaning with --pipeline 2: stages take"),
+        ({"search": "group", "pipeline": 2}, "--search group has no meaning with --pipeline 2"),
         ({"model": "gpt-22b", "seq_len": 4096}, "gpt-22b has positions for 2048 tokens"),
         ({"model_overrides": "8"}, "is no dictionary"),
         ({"plot": "/nowhere/heat.png"}, "cannot be written to"),

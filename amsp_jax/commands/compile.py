@@ -144,9 +144,9 @@ def _compiled_traffic(found: Sequence[hlo.Collective], axes_of: hlo.AxesOf) -> C
 
 def _predicted_traffic(scorer: Scorer, candidate: Candidate) -> Collectives:
     """Leaf by leaf, as in the program; of a model that is cut whole messages, of which the bytes alone compare."""
-    accumulation = candidate.accumulation(scorer.workload.global_batch)
     if candidate.parallel.total == 1:
-        counts = step_collectives(scorer.parts(candidate.degrees), scorer.wire, accumulation)
+        rounds = candidate.rounds(scorer.workload.global_batch)
+        counts = step_collectives(scorer.parts(candidate.degrees), scorer.wire, rounds)
     else:
         counts = Counter()
         for cost in scorer.message_costs(candidate):

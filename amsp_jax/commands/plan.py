@@ -19,6 +19,7 @@ from amsp_jax.commands.workload import (
     basis_lines,
     candidate_of,
     check_count,
+    check_no_stages,
     cluster_line,
     cluster_of,
     flag_of,
@@ -47,7 +48,8 @@ from models.registry import MODELS, build_model
 ALWAYS = "strategy"
 """Searched whether named or not."""
 CUT = ("tensor", "pipeline", "context", "virtual-stages")
-SEARCHED = ("microbatch", "remat", *CUT)
+GROUP = "group"
+SEARCHED = ("microbatch", "remat", GROUP, *CUT)
 _MICROBATCHES = (1, 2, 4, 8, 16)
 _CHUNKS = (1, 2, 3, 4)
 # What else is in the JSON as it was asked for.
@@ -97,8 +99,9 @@ def run(args: argparse.Namespace) -> None:
     if args.explain is not None:
         _explain(args, workload, cluster)
     else:
-        if not set(_searched(args)) & {*CUT, "microbatch"} and (parallel_of(args).total > 1 or args.virtual_stages > 1):
-            # One way to cut the model: what does not divide is said as train.py says it.
+        is_fixed = not set(_searched(args)) & {*CUT, "microbatch", GROUP}
+        if is_fixed and max(parallel_of(args).total, args.virtual_stages, args.microbatch_group) > 1:
+            # One way to cut model and step: what does not divide is said as train.py says it.
             candidate_of(args, "ddp", workload, cluster)
         _rank(args, workload, cluster)
 
@@ -113,7 +116,10 @@ def _check(args: argparse.Namespace) -> None:
     for name in _searched(args):
         if name not in SEARCHED:
             raise UserError(f"--search {args.search}: {name!r} is unknown; some of {','.join((ALWAYS, *SEARCHED))}")
-    parallel_of(args)
+    if GROUP in _searched(args):
+        check_no_stages("--search group", parallel_of(args).pipeline)
+    elif args.microbatch_group > 1:
+        check_no_stages(f"--microbatch-group {args.microbatch_group}", parallel_of(args).pipeline)
     if args.explain is not None:
         for flag in ("search", "plot", "any_nodes", "verify"):
             if getattr(args, flag):
@@ -162,6 +168,7 @@ def _space(args: argparse.Namespace, cluster: Cluster) -> Space:
     return Space(
         microbatches=tuple(sorted(microbatches)),
         remats=tuple(Remat) if "remat" in searched else (Remat(args.remat),),
+        groups=_groups(args, cluster) if GROUP in searched else (args.microbatch_group,),
         fill_nodes=not args.any_nodes,
         tensors=_sizes("tensor", parallel.tensor, searched, cluster.devices_per_node),
         pipelines=_sizes("pipeline", parallel.pipeline, searched, cluster.num_devices),
@@ -169,6 +176,14 @@ def _space(args: argparse.Namespace, cluster: Cluster) -> Space:
         virtual_stages=_CHUNKS if "virtual-stages" in searched else (args.virtual_stages,),
         schedule=args.schedule,
     )
+
+
+def _groups(args: argparse.Namespace, cluster: Cluster) -> tuple[int, ...]:
+    """1, 2, 4, ... as far as the microbatches of one sequence of a step may divide by them, and what was asked for."""
+    ranks = 1 if set(_searched(args)) & set(CUT) else cluster.num_devices // parallel_of(args).total
+    most = max(1, args.global_batch // max(1, ranks))
+    powers = (2**i for i in range(most.bit_length()))
+    return tuple(sorted({args.microbatch_group, *(size for size in powers if args.global_batch % size == 0)}))
 
 
 def _sizes(name: str, fixed: int, searched: tuple[str, ...], num_devices: int) -> tuple[int, ...]:
@@ -188,7 +203,7 @@ def _asked(args: argparse.Namespace) -> str:
     fixed = [
         f"{name} {_value(args, name)}"
         for name in SEARCHED
-        if name not in _searched(args) and (name not in CUT or _value(args, name) > 1)
+        if name not in _searched(args) and (name not in (GROUP, *CUT) or _value(args, name) > 1)
     ]
     return ", ".join(
         [
@@ -206,7 +221,7 @@ def _reduction(args: argparse.Namespace) -> str:
 
 
 def _value(args: argparse.Namespace, name: str) -> Any:
-    return getattr(args, name.replace("-", "_"))
+    return args.microbatch_group if name == GROUP else getattr(args, name.replace("-", "_"))
 
 
 def _context(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
@@ -310,6 +325,8 @@ def _caption(args: argparse.Namespace, cluster: Cluster) -> str:
     each = args.global_batch // cluster.num_devices
     searched = _searched(args)
     told = [f"{name} {'searched' if name in searched else _value(args, name)}" for name in SEARCHED[:2]]
+    if args.microbatch_group > 1 or GROUP in searched:
+        told.append(f"group {'searched' if GROUP in searched else args.microbatch_group}")
     told.append(_reduction(args))
     told.append(f"{_limit(args, cluster) / 2**30:.1f} GiB a device; framed: as asked")
     return f"{each} sequence{'s' * (each > 1)} a device and step, {', '.join(told)}"

@@ -39,6 +39,9 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch", type=int, required=True, help="sequences a step, over all devices")
     parser.add_argument("--seq-len", type=int, default=4096, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--microbatch", type=int, default=1, help="sequences a device computes at once (default: 1)")
+    parser.add_argument(
+        "--microbatch-group", type=int, default=1, metavar="N", help="microbatches in each block in turn (default: 1)"
+    )
     parser.add_argument("--remat", default="projections", choices=list(Remat), help="(default: %(default)s)")
     parser.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS), help="(default: %(default)s)")
     parser.add_argument("--reduce-dtype", default="float32", choices=DTYPES, help="of gradients (default: %(default)s)")
@@ -65,25 +68,55 @@ def candidate_of(args: argparse.Namespace, strategy: str, workload: Workload, cl
     """One strategy with the arguments of `add_workload`.
 
     Raises:
-      UserError: devices, blocks, sequence or microbatches do not divide.
+      UserError: devices, blocks, sequence, microbatches or their groups do not divide; groups in a pipeline.
     """
     parallel = parallel_of(args)
     max_stages = len(workload.model.blocks) // args.virtual_stages
     ranks = parallel.data_ranks(cluster.num_nodes, cluster.devices_per_node, max_stages)
     degrees = parse(strategy).resolve(ranks)
     check_sequence(workload.seq_len, parallel.context, parallel.tensor)
-    candidate = Candidate(degrees, args.microbatch, Remat(args.remat), parallel, args.virtual_stages, args.schedule)
+    candidate = Candidate(
+        degrees, args.microbatch, Remat(args.remat), parallel, args.virtual_stages, args.schedule, args.microbatch_group
+    )
     unit = candidate.microbatch * degrees.ranks.total
     if workload.global_batch % unit:
         raise UserError(
             f"--global-batch {workload.global_batch} does not divide by {unit} = {candidate.microbatch} (microbatch) x "
             f"{degrees.ranks.total} data ranks; {nearest_multiples(workload.global_batch, unit)} does"
         )
+    _check_group(candidate, workload.global_batch)
     if parallel.pipeline > 1 or args.virtual_stages > 1:
         accumulation = candidate.accumulation(workload.global_batch)
         Schedule(args.schedule, parallel.pipeline, args.virtual_stages, accumulation)
         assign_blocks(len(workload.model.blocks), parallel.pipeline, args.virtual_stages)
     return candidate
+
+
+def check_no_stages(asked: str, pipeline: int) -> None:
+    """Raises UserError if groups of microbatches were asked for, in these words, and there are stages."""
+    if pipeline > 1:
+        raise UserError(
+            f"{asked} has no meaning with --pipeline {pipeline}: stages take microbatches in an order of their own; "
+            "leave one of the two out"
+        )
+
+
+def _check_group(candidate: Candidate, global_batch: int) -> None:
+    group, accumulation = candidate.group, candidate.accumulation(global_batch)
+    if group > 1:
+        check_no_stages(f"--microbatch-group {group}", candidate.parallel.pipeline)
+    if accumulation % group:
+        raise UserError(
+            f"--microbatch-group {group} does not divide the microbatches of a step, {accumulation} = {global_batch} / "
+            f"({candidate.microbatch} (microbatch) x {candidate.degrees.ranks.total} data ranks); "
+            f"{_divisors(accumulation)}"
+        )
+
+
+def _divisors(number: int) -> str:
+    """`1, 2 or 4 does`."""
+    *some, last = (str(size) for size in range(1, number + 1) if number % size == 0)
+    return f"{', '.join(some)} or {last} does" if some else f"{last} does"
 
 
 def nearest_multiples(number: int, unit: int) -> str:
@@ -111,7 +144,7 @@ def workload_of(args: argparse.Namespace, cluster: Cluster) -> Workload:
     Raises:
       UserError: an unknown model or override; a number below 1; a sequence longer than the model's maximum.
     """
-    for flag in ("global_batch", "seq_len", "microbatch"):
+    for flag in ("global_batch", "seq_len", "microbatch", "microbatch_group"):
         check_count(args, flag)
     overrides = model_overrides(args.model_overrides)
     longest = longest_sequence(args.model, overrides)

@@ -30,11 +30,11 @@ class Phase(StrEnum):
     START = "start"
     """Once, before a part's first use: the P shard of the step, over the grad and opt axes."""
     FORWARD = "forward"
-    """Each microbatch, before the part's forward pass: the whole parameters, over the param axes."""
+    """Each microbatch or group of them, before the part's forward pass: the whole parameters, over the param axes."""
     BACKWARD = "backward"
-    """Each microbatch, before a block's backward pass: the same again."""
+    """Likewise, before a block's backward pass: the same again."""
     REDUCE = "reduce"
-    """Each microbatch, after the part's backward pass: gradients over the param and grad axes."""
+    """Likewise, after the part's backward pass: gradients over the param and grad axes."""
     END = "end"
     """Once, after the last backward pass: accumulated gradients over the opt and replica axes."""
     TENSOR = "tensor"
@@ -189,7 +189,7 @@ def _part(leaves: Params, regathers: bool, stages: Degree) -> PartPlan:
     return PartPlan(tuple(jax.tree.leaves(leaves)), regathers, stages)
 
 
-def step_collectives(parts: PartPlans, wire: WireDtypes, accumulation: int) -> dict[Collective, int]:
+def step_collectives(parts: PartPlans, wire: WireDtypes, rounds: int) -> dict[Collective, int]:
     """Every collective of a step, leaf by leaf, with how often it runs.
 
     Sums of loss, weight and gradient norm, a few scalars, are not in it.
@@ -197,14 +197,14 @@ def step_collectives(parts: PartPlans, wire: WireDtypes, accumulation: int) -> d
     Args:
       parts: of the model.
       wire: dtypes on the wire.
-      accumulation: microbatches of the step.
+      rounds: microbatches of the step, or groups of them.
     """
     counts: dict[Collective, int] = defaultdict(int)
     for kind, part in enumerate(parts.parts):
         uses = parts.order.count(kind)
         for leaf in part.leaves:
             for collective in collectives(leaf, wire, part.regathers, part.stages):
-                counts[collective] += uses * (1 if collective.phase in ONCE else accumulation)
+                counts[collective] += uses * (1 if collective.phase in ONCE else rounds)
     return dict(counts)
 
 

@@ -146,8 +146,8 @@ class PartBytes:
         return cls(
             trace=trace,
             copy=sum(leaf.num_params_shard for leaf in plans if leaf.has_copy(dtype)) * dtype.itemsize,
-            gathered=sum(_num_values(leaf) for leaf in plans if leaf.param_axes) * dtype.itemsize,
-            full_grads=sum(_num_values(leaf) * _first_dtype(leaf, reduction).itemsize for leaf in plans),
+            gathered=sum(num_values(leaf) for leaf in plans if leaf.param_axes) * dtype.itemsize,
+            full_grads=sum(num_values(leaf) * _first_dtype(leaf, reduction).itemsize for leaf in plans),
             grads=sum(leaf.num_grads_shard for leaf in plans) * GRAD_BYTES,
         )
 
@@ -157,12 +157,13 @@ def _first_dtype(leaf: LeafPlan, reduction: Reduction) -> jnp.dtype:
     return reduction.dtype_over(next(iter(reduction_steps(leaf, reduction)), ()))
 
 
-def _num_values(leaf: LeafPlan) -> int:
+def num_values(leaf: LeafPlan) -> int:
     """Of a tensor rank, padding included."""
     return math.prod(leaf.shard_shape(()))
 
 
-def _running(values: Iterable[int]) -> list[int]:
+def running(values: Iterable[int]) -> list[int]:
+    """The sums of the first 0, 1, ... of the values."""
     return list(itertools.accumulate(values, initial=0))
 
 
@@ -183,7 +184,7 @@ class _Moments:
         self.window = reduction_window(blocks, is_last=once and settings.peel_last)
         peels = once and settings.peel_first and settings.peel_last
         # The zeros of the peeled microbatches are one array, alive across the loop, which has its own.
-        zeros = sum(_num_values(leaf) for leaf in jax.tree.leaves(embed)) * GRAD_BYTES
+        zeros = sum(num_values(leaf) for leaf in jax.tree.leaves(embed)) * GRAD_BYTES
         self.zeros = zeros * (2 if peels and accumulation > 2 else 1)
         self.opt_grads = sum(leaf.num_opt_shard * n for leaf, n in leaf_counts(sketch, plan)) * GRAD_BYTES
         reduced = [sum(leaf.num_opt_shard for leaf in jax.tree.leaves(leaves)) for leaves in blocks]
@@ -193,10 +194,10 @@ class _Moments:
         stages = [self.embed, self.head, *self.backwards]
         self.copies, self.grads = sum(stage.copy for stage in stages), sum(stage.grads for stage in stages)
         # Of the last `i` blocks, for each `i`.
-        self.saved_of = _running(stage.trace.saved_bytes for stage in self.backwards)
-        self.copies_of = _running(stage.copy for stage in self.backwards)
-        self.grads_of = _running(stage.grads for stage in self.backwards)
-        self.pending_of = _running(stage.trace.pending_bytes for stage in self.backwards)
+        self.saved_of = running(stage.trace.saved_bytes for stage in self.backwards)
+        self.copies_of = running(stage.copy for stage in self.backwards)
+        self.grads_of = running(stage.grads for stage in self.backwards)
+        self.pending_of = running(stage.trace.pending_bytes for stage in self.backwards)
         self.saved = self.saved_of[-1]
 
     def all(self) -> Iterator[dict[str, int]]:

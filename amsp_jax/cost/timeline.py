@@ -8,6 +8,8 @@ What may start when is what the step says (`step.py`, `stack.py`), and what XLA'
 - reductions of once a step follow the last microbatch's, overlap what is left of its backward pass, and may be as late;
 - a trip of the accumulation loop begins when all of the trip before is done;
 - the optimizer waits for every gradient.
+Groups of microbatches, whose parts are loops over them, have an order of their own, which is all in the program
+(`breadth.py`): see `_group`.
 While a collective runs, compute is slower by a measured factor.
 """
 
@@ -25,9 +27,9 @@ class PartTimes:
     """One part's seconds.
 
     Attributes:
-      forward_s, backward_s: compute of one microbatch, recomputation in the latter.
+      forward_s, backward_s: compute of one microbatch or of one group of them, recomputation in the latter.
       messages_s: for each phase the seconds of its collectives, which run one after another.
-      accumulate_s: compute that adds the gradients of a microbatch to those before it.
+      accumulate_s: compute that adds the gradients of a microbatch, or of a group, to those before it.
       inline_forward_s, inline_backward_s: of `forward_s` and `backward_s`, what is no computing but collectives that
         the part itself waits for: those over tensor and context.
     """
@@ -55,6 +57,7 @@ class StepTimes:
         there are.
       overlap_slowdown: compute time beside a collective over compute time alone.
       num_start_parts, num_end_parts: adjacent parts whose collectives of once a step travel as one.
+      is_grouped: what is said of a microbatch here is of a group of several, in the order of `breadth.py`.
     """
 
     parts: Sequence[PartTimes]
@@ -64,6 +67,7 @@ class StepTimes:
     num_start_parts: int = 1
     num_end_parts: int = 1
     end_window: int | None = None
+    is_grouped: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,27 +118,28 @@ class Timeline:
         )
 
 
-def simulate(times: StepTimes, accumulation: int, peel: bool, record: bool = False) -> Timeline:
-    """Runs a step of `accumulation` microbatches through the two streams.
+def simulate(times: StepTimes, rounds: int, peel: bool, record: bool = False) -> Timeline:
+    """Runs a step of `rounds` microbatches, or groups of them, through the two streams.
 
     Args:
       times: of its parts.
-      accumulation: microbatches.
+      rounds: microbatches or groups, one after another.
       peel: the first and the last are outside the loop (`StepSettings`); else what is done once a step overlaps
         no microbatch, unless there is one alone.
       record: keep the events.
     """
     streams = _Streams(times.overlap_slowdown, record)
     loop_trips = 0
-    if accumulation == 1:
-        _microbatch(streams, times, starts=True, ends=True, adds=False)
+    one_round = _group if times.is_grouped else _microbatch
+    if rounds == 1:
+        one_round(streams, times, starts=True, ends=True, adds=False)
     elif peel:
-        _microbatch(streams, times, starts=True, ends=False, adds=False)
-        loop_trips = accumulation - 2
+        one_round(streams, times, starts=True, ends=False, adds=False)
+        loop_trips = rounds - 2
         _loop(streams, times, loop_trips)
-        _microbatch(streams, times, starts=False, ends=True)
+        one_round(streams, times, starts=False, ends=True)
     else:
-        loop_trips = accumulation
+        loop_trips = rounds
         _alone(streams, times, Phase.START)
         _loop(streams, times, loop_trips)
         _alone(streams, times, Phase.END)
@@ -190,6 +195,45 @@ def _microbatch(streams: _Streams, times: StepTimes, starts: bool, ends: bool, a
     streams.join()
 
 
+def _group(streams: _Streams, times: StepTimes, starts: bool, ends: bool, adds: bool = True) -> None:
+    """As `_microbatch`, of a group: forward and backward of every part, each on all microbatches of the group.
+
+    A part's gathers begin once the part two before it has run, forward and backward, with that of its P shard if the
+    group is the only one. Its gradients are reduced after those of the part behind it, and hold a block back that is
+    `window` earlier.
+    """
+    parts, last = times.parts, len(times.parts) - 1
+    is_only = starts and ends
+    if starts and not is_only:
+        for first in range(0, len(parts), times.num_start_parts):
+            streams.release(parts[first : first + times.num_start_parts], Phase.START, first)
+
+    def gather(i: int) -> None:
+        if is_only:
+            streams.release_behind(parts[i], Phase.START, i, (Phase.FORWARD, i - 1), (Phase.START, i - 1))
+        streams.release_behind(parts[i], Phase.FORWARD, i, _start_of(i, times))
+
+    gather(0)
+    for i, part in enumerate(parts):
+        streams.compute("forward", i, part.forward_s, (_start_of(i, times), (Phase.FORWARD, i)))
+        for ahead in (1, 2) if i == 0 else (i + 2,):
+            if ahead <= last:
+                gather(ahead)
+    for i in range(last, -1, -1):
+        part, late = parts[i], times.window if i > 0 and times.window else len(parts)
+        needs = ((Phase.BACKWARD, i), (Phase.REDUCE, i + late), (Phase.END, i + late))
+        streams.compute("backward", i, part.backward_s + (part.accumulate_s if adds else 0.0), needs)
+        behind = (Phase.END, i + 1), (Phase.REDUCE, i + 1)
+        streams.release_behind(part, Phase.REDUCE, i, *behind)
+        if ends:
+            streams.release_behind(part, Phase.END, i, (Phase.REDUCE, i), *behind)
+        # Embedding and head are not gathered again.
+        for ahead in (last - 1, last - 2) if i == last else (i - 2,):
+            if ahead > 0:
+                streams.release([parts[ahead]], Phase.BACKWARD, ahead)
+    streams.join()
+
+
 def _start_of(part: int, times: StepTimes) -> Key:
     """The message that brings a part's P shard."""
     return Phase.START, part - part % times.num_start_parts
@@ -204,7 +248,8 @@ def _end_of(part: int, times: StepTimes) -> Key:
 
 def _loop(streams: _Streams, times: StepTimes, trips: int) -> None:
     if trips:
-        streams.repeated(trips, lambda: _microbatch(streams, times, starts=False, ends=False))
+        one_round = _group if times.is_grouped else _microbatch
+        streams.repeated(trips, lambda: one_round(streams, times, starts=False, ends=False))
 
 
 def _alone(streams: _Streams, times: StepTimes, phase: Phase) -> None:
@@ -293,6 +338,10 @@ class _Streams:
         self.wire.done.pop((phase, index), None)
         if seconds := sum(part.phase_s(phase) for part in parts):
             self.wire.release(_Message((phase, index), seconds), self.now_s, after)
+
+    def release_behind(self, part: PartTimes, phase: Phase, index: int, *before: Key) -> None:
+        """The same of one part, once the first of `before` that still waits to run has run."""
+        self.release([part], phase, index, next((key for key in before if key in self.wire.pending), None))
 
     def compute(self, what: str, index: int, seconds: float, needs: tuple[Key, ...] = ()) -> None:
         """Computes once `needs` have run, slower while a collective runs."""

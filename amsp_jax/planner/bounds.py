@@ -72,14 +72,15 @@ class Bounds:
             schedule, chunks = scorer.schedule(candidate), scorer.chunks(candidate)
             return pipeline_timeline(schedule, chunks, parts, once, send_s, scorer.rates.overlap_slowdown).step_s
         m = candidate.accumulation(scorer.workload.global_batch)
+        rounds = candidate.rounds(scorer.workload.global_batch)
         counts = scorer.local_kinds(candidate.parallel, 1)
         computes = sum(
-            n * (m * (part.forward_s + part.backward_s) + (m - 1) * part.accumulate_s)
+            n * (m * (part.forward_s + part.backward_s) + (rounds - 1) * part.accumulate_s)
             for n, part in zip(counts, parts, strict=True)
         )
         each = (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE)
         sends = sum(n * sum(map(part.phase_s, each)) for n, part in zip(counts, parts, strict=True))
-        return max(computes, m * sends + once.start_s + once.end_s) + once.optimizer_s
+        return max(computes, rounds * sends + once.start_s + once.end_s) + once.optimizer_s
 
     @functools.cache  # noqa: B019  bounds live as long as one search
     def _coarse(self, degrees: Degrees, parallel: ModelParallel) -> _Coarse:
@@ -123,7 +124,7 @@ class Bounds:
     def fits(self, point: Candidate, degrees: Sequence[Degrees], limit: int) -> list[Degrees]:
         """The strategies with which `point` may fit: states, activations, and the margin on what is temporary, as in
         `Scorer.needed_bytes`."""
-        accumulates = point.parallel.pipeline > 1 or point.accumulation(self.scorer.workload.global_batch) > 1
+        accumulates = point.parallel.pipeline > 1 or point.rounds(self.scorer.workload.global_batch) > 1
         left = limit - (1 + ALLOCATOR_MARGIN) * self._activations(point)
         if left < 0:
             return []
@@ -140,7 +141,7 @@ class Bounds:
         trace = self.quick.rank_trace(candidate.microbatch, candidate.kept, candidate.inner)
         if candidate.parallel.pipeline == 1:
             saved = sum(trace.blocks[kind].saved_bytes for kind in self.scorer.sketch.order)
-            return saved + trace.head.backward_bytes
+            return candidate.group * saved + trace.head.backward_bytes
         chunks = self.scorer.chunks(candidate)
         saved = max(sum(trace.blocks[kind].saved_bytes for kind in kinds) for _, kinds in chunks.virtual)
         return saved + num_slots(self.scorer.schedule(candidate)) * trace.blocks[0].output_bytes

@@ -70,8 +70,8 @@ def groups(scorer: Scorer, bounds: Bounds, space: Space) -> tuple[list[Group], C
         degrees = all_degrees(ranks)
         kept = [one for one in degrees if not (space.fill_nodes and one.warnings)]
         full = parse("zero3").resolve(ranks)
-        for virtual_stages, microbatch, remat in variants:
-            point = Candidate(full, microbatch, remat, parallel, virtual_stages, space.schedule)
+        for virtual_stages, microbatch, remat, group in variants:
+            point = Candidate(full, microbatch, remat, parallel, virtual_stages, space.schedule, group)
             if reason := _refused(scorer, point):
                 left_out[reason] += len(degrees)
                 continue
@@ -86,15 +86,16 @@ def layouts(space: Space) -> Iterator[ModelParallel]:
         yield ModelParallel(pipeline=pipeline, context=context, tensor=tensor)
 
 
-def _variants(parallel: ModelParallel, space: Space) -> Iterator[tuple[int, int, Remat]]:
-    """Virtual stages, microbatch and rematerialisation, without those that are the same program as another."""
-    chunks, remats = space.virtual_stages, space.remats
+def _variants(parallel: ModelParallel, space: Space) -> Iterator[tuple[int, int, Remat, int]]:
+    """Virtual stages, microbatch, rematerialisation and group, without those that are the same program as another, or
+    none."""
     if parallel.pipeline == 1:
-        chunks = (1,)
-    elif Remat.FULL in remats:
+        return itertools.product((1,), space.microbatches, space.remats, space.groups)
+    remats = space.remats
+    if Remat.FULL in remats:
         # In a pipeline `full` and `none` keep the same: see `Candidate.kept`.
         remats = tuple(remat for remat in remats if remat is not Remat.NONE)
-    return itertools.product(chunks, space.microbatches, remats)
+    return itertools.product(space.virtual_stages, space.microbatches, remats, (1,))
 
 
 def _refused(scorer: Scorer, point: Candidate) -> Reason | None:
@@ -102,6 +103,8 @@ def _refused(scorer: Scorer, point: Candidate) -> Reason | None:
     workload, parallel = scorer.workload, point.parallel
     if workload.global_batch % (point.microbatch * point.degrees.ranks.total):
         return Reason.BATCH
+    if point.accumulation(workload.global_batch) % point.group:
+        return Reason.GROUP
     try:
         check_sequence(workload.seq_len, parallel.context, parallel.tensor)
         scorer.check_split(parallel)

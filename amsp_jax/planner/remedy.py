@@ -59,9 +59,11 @@ def _hopeless(cluster: Cluster) -> str:
 
 def _points(scorer: Scorer, space: Space, degrees: Iterable[Degrees]) -> list[Candidate]:
     """Those by which the batch divides."""
-    points = itertools.starmap(Candidate, itertools.product(degrees, space.microbatches, space.remats))
     batch, ranks = scorer.workload.global_batch, scorer.cluster.ranks.total
-    return [point for point in points if batch % (point.microbatch * ranks) == 0]
+    factors = itertools.product(degrees, space.microbatches, space.remats, space.groups)
+    points = [Candidate(one, microbatch, remat, group=group) for one, microbatch, remat, group in factors]
+    divided = [point for point in points if batch % (point.microbatch * ranks) == 0]
+    return [point for point in divided if point.accumulation(batch) % point.group == 0]
 
 
 def _remedies(
@@ -77,13 +79,15 @@ def _remedies(
 
 
 def _frugal(change: _Change) -> _Change:
-    """All that saves memory and changes no numbers: full rematerialisation, microbatch 1."""
+    """All that saves memory and changes no numbers: full rematerialisation, microbatch 1, no groups."""
     words = []
     if Remat.FULL not in change.space.remats:
         words.append("--remat full")
     if 1 not in change.space.microbatches:
         words.append("--microbatch 1")
-    space = dataclasses.replace(change.space, remats=(Remat.FULL,), microbatches=(1,))
+    if 1 not in change.space.groups:
+        words.append("--microbatch-group 1")
+    space = dataclasses.replace(change.space, remats=(Remat.FULL,), microbatches=(1,), groups=(1,))
     return dataclasses.replace(change, text=" ".join(words), space=space)
 
 

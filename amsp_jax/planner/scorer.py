@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
+from amsp_jax.breadth import WINDOW
 from amsp_jax.cluster import Cluster, Network, Rates
-from amsp_jax.cost import compute, memory, model_axes, ranks, stage_memory
+from amsp_jax.cost import compute, group_memory, memory, model_axes, ranks, stage_memory
 from amsp_jax.cost.communication import ONCE, Collective, PartPlans, Phase, WireDtypes, messages, part_plans
 from amsp_jax.cost.memory import MemoryEstimate
 from amsp_jax.cost.papers import amsp
@@ -178,6 +179,7 @@ class Scorer:
             peel_last=self.workload.peel,
             schedule=candidate.schedule,
             virtual_stages=candidate.virtual_stages,
+            group=candidate.group,
         )
 
     def schedule(self, candidate: Candidate) -> Schedule:
@@ -198,6 +200,9 @@ class Scorer:
         trace = self.rank_trace(candidate.microbatch, candidate.kept, candidate.inner)
         if candidate.parallel.pipeline > 1:
             return stage_memory.estimate(self.sketch, plan, trace, optimizer, settings, self.schedule(candidate))
+        if candidate.group > 1:
+            rounds = candidate.rounds(self.workload.global_batch)
+            return group_memory.estimate(self.sketch, plan, trace, optimizer, settings, rounds)
         accumulation = candidate.accumulation(self.workload.global_batch)
         return memory.estimate(self.sketch, plan, trace, optimizer, settings, accumulation)
 
@@ -216,6 +221,7 @@ class Scorer:
         return Estimate(
             candidate=candidate,
             accumulation=accumulation,
+            rounds=candidate.rounds(self.workload.global_batch),
             memory=self.memory(candidate),
             timeline=timeline,
             terms_s=terms,
@@ -230,10 +236,10 @@ class Scorer:
         if candidate.parallel.pipeline > 1:
             return self._pipelined(candidate)
         times = self._step_times(candidate)
-        accumulation = candidate.accumulation(self.workload.global_batch)
-        timeline = simulate(times, accumulation, self._peels(candidate), record)
+        rounds = candidate.rounds(self.workload.global_batch)
+        timeline = simulate(times, rounds, self._peels(candidate), record)
         inline = sum(part.inline_forward_s + part.inline_backward_s for part in times.parts)
-        return timeline.with_inline(accumulation * inline) if inline else timeline
+        return timeline.with_inline(rounds * inline) if inline else timeline
 
     def _pipelined(self, candidate: Candidate) -> Timeline:
         times = self._part_times(candidate)
@@ -307,12 +313,12 @@ class Scorer:
         if candidate.parallel.pipeline > 1:
             return self._pipelined(candidate).compute_s
         times = self._step_times(candidate)
-        accumulation = candidate.accumulation(self.workload.global_batch)
+        rounds = candidate.rounds(self.workload.global_batch)
         once = sum(
             part.forward_s - part.inline_forward_s + part.backward_s - part.inline_backward_s for part in times.parts
         )
         adding = sum(part.accumulate_s for part in times.parts)
-        return accumulation * once + (accumulation - 1) * adding + times.optimizer_s
+        return rounds * once + (rounds - 1) * adding + times.optimizer_s
 
     def message_costs(self, candidate: Candidate) -> list[MessageCost]:
         """Every message of a step, equal blocks together; in a pipeline those of the stage with the most blocks, and of
@@ -321,6 +327,7 @@ class Scorer:
         if len(names) == 3:
             names[1] = "each block"
         accumulation = candidate.accumulation(self.workload.global_batch)
+        rounds = candidate.rounds(self.workload.global_batch)
         uses = self.local_kinds(candidate.parallel, candidate.virtual_stages)
         inner = self._inner_messages(candidate.microbatch, candidate.kept, candidate.inner)
         found = []
@@ -330,7 +337,7 @@ class Scorer:
             # A stage goes forward twice, the second time for its backward pass; the head's pass is that one.
             passes = 2 if candidate.parallel.pipeline > 1 and name != "head" else 1
             for message, seconds in states:
-                often = 1 if message.phase in ONCE else accumulation * (passes if message.phase is Phase.FORWARD else 1)
+                often = 1 if message.phase in ONCE else rounds * (passes if message.phase is Phase.FORWARD else 1)
                 found.append((name, message, uses[kind] * often, seconds))
             for sent in inner[kind]:
                 often = accumulation * (passes * sent.num_forward + sent.num_backward)
@@ -359,14 +366,18 @@ class Scorer:
         plan, parts = self.plan(degrees, parallel), self.parts(degrees, parallel)
         times = self._part_times(candidate)
         _, blocks, _ = self.sketch.model.split(plan.leaves)
+        is_grouped = candidate.group > 1
+        # The order of a group leaves nothing of several parts to be combined: P shards, if there is one group alone.
+        is_only = is_grouped and candidate.rounds(self.workload.global_batch) == 1
         return StepTimes(
             parts=[times[kind] for kind in parts.order],
             optimizer_s=self._optimizer_s(degrees, parallel),
-            window=reduction_window(blocks),
+            window=WINDOW if is_grouped else reduction_window(blocks),
             end_window=reduction_window(blocks, is_last=True),
             overlap_slowdown=self.rates.overlap_slowdown,
-            num_start_parts=degrees.params.total,
-            num_end_parts=self._num_end_parts(degrees),
+            num_start_parts=1 if is_only else degrees.params.total,
+            num_end_parts=1 if is_grouped else self._num_end_parts(degrees),
+            is_grouped=is_grouped,
         )
 
     def _num_end_parts(self, degrees: Degrees) -> int:
@@ -381,10 +392,24 @@ class Scorer:
         """Of each distinct part."""
         degrees, parallel = candidate.degrees, candidate.parallel
         computed = self.computed(candidate.microbatch, candidate.kept, candidate.inner)
+        if candidate.group > 1:
+            loops = self._loops_s(candidate)
+            computed = [_repeated(one, candidate.group, *more) for one, more in zip(computed, loops, strict=True)]
         states = zip(self._messages(degrees, parallel), self._accumulate_s(degrees, parallel), strict=True)
         return [
             dataclasses.replace(one, messages_s=by_phase(costs), accumulate_s=accumulate_s)
             for one, (costs, accumulate_s) in zip(computed, states, strict=True)
+        ]
+
+    def _loops_s(self, candidate: Candidate) -> list[tuple[float, float]]:
+        """For each distinct part the seconds of `compute.loop_seconds`."""
+        trace = self.rank_trace(candidate.microbatch, candidate.kept, candidate.inner)
+        flows = trace.embed.output_bytes
+        moved = [(flows, 0), *((block.saved_bytes, flows) for block in trace.blocks), (0, flows)]
+        parts = self.parts(candidate.degrees, candidate.parallel).parts
+        return [
+            compute.loop_seconds(*num_bytes, part.leaves, candidate.group, self.rates)
+            for num_bytes, part in zip(moved, parts, strict=True)
         ]
 
     @functools.cache  # noqa: B019
@@ -404,6 +429,17 @@ class Scorer:
         per_token = tokens_per_s / (candidate.microbatch * self.workload.seq_len) / peak
         again = flops.model // 3 if candidate.parallel.pipeline > 1 else 0
         return flops.model * per_token, (flops.hardware + again) * per_token
+
+
+def _repeated(part: PartTimes, times: int, forward_s: float, backward_s: float) -> PartTimes:
+    """As often, and so many seconds more."""
+    return dataclasses.replace(
+        part,
+        forward_s=times * part.forward_s + forward_s,
+        backward_s=times * part.backward_s + backward_s,
+        inline_forward_s=times * part.inline_forward_s,
+        inline_backward_s=times * part.inline_backward_s,
+    )
 
 
 def by_phase(costs: Sequence[tuple[Collective, float]]) -> dict[Phase, tuple[float, ...]]:

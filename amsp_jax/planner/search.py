@@ -1,7 +1,8 @@
 """Enumerate, filter, score, rank.
 
 The space of nested degrees is small enough to look at every point, so the minimum is exact: 286 strategies for 128
-nodes of 8 data ranks with nodes filled first. Microbatch and rematerialisation are further factors of a candidate.
+nodes of 8 data ranks with nodes filled first. Microbatch, group and rematerialisation are further
+factors of a candidate.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def search(
     """
     limit = cluster.memory_bytes if memory_bytes is None else memory_bytes
     scorer = Scorer(workload, cluster, objective)
+    if objective is Objective.PAPER and space.groups != (1,):
+        raise UserError("--objective paper knows no groups of microbatches; leave --microbatch-group at 1")
     if not space.is_data_parallel:
         return _search_layouts(scorer, space, limit, num_exact)
     ranked: list[Estimate] = []
@@ -107,7 +110,8 @@ def candidates(cluster: Cluster, space: Space) -> Iterator[Candidate]:
 def _points(degrees: Degrees, space: Space) -> Iterator[Candidate]:
     for microbatch in space.microbatches:
         for remat in space.remats:
-            yield Candidate(degrees, microbatch, remat)
+            for group in space.groups:
+                yield Candidate(degrees, microbatch, remat, group=group)
 
 
 def _outside(degrees: Degrees, space: Space, objective: Objective) -> Reason | None:
@@ -123,6 +127,8 @@ def _refuse(candidate: Candidate, reason: Reason | None, workload: Workload) -> 
     """What needs no look at the model."""
     if reason is None and workload.global_batch % (candidate.microbatch * candidate.degrees.ranks.total):
         reason = Reason.BATCH
+    if reason is None and candidate.accumulation(workload.global_batch) % candidate.group:
+        reason = Reason.GROUP
     return Rejection(candidate, reason) if reason else None
 
 
@@ -158,6 +164,11 @@ def _misfit(rejected: list[Rejection], workload: Workload, cluster: Cluster, spa
         return NothingFits(
             f"no strategy for {workload.model.name} fits on {ranks} {cluster.device_kind}: the nearest misses "
             f"{min(missing) / 2**30:.1f} GiB a device"
+        )
+    if any(r.reason is Reason.GROUP for r in rejected):
+        return UserError(
+            f"GLOBAL_BATCH={workload.global_batch} gives no number of microbatches a step that divides by "
+            f"MICROBATCH_GROUP of {', '.join(map(str, space.groups))}; with MICROBATCH_GROUP=1 every one does"
         )
     return UserError(
         f"GLOBAL_BATCH={workload.global_batch} divides by no MICROBATCH of {', '.join(map(str, space.microbatches))} x "

@@ -72,6 +72,8 @@ class Space:
     Attributes:
       microbatches: sequences a rank computes at once.
       remats: what blocks keep.
+      groups: microbatches that go through each block before the next, as in `StepSettings`; 1 alone where there are
+        stages.
       fill_nodes: leave out strategies that span nodes before they fill one.
       tensors, pipelines, contexts: parts of a model, as in `ModelParallel`.
       virtual_stages: chunks of blocks a stage.
@@ -81,6 +83,7 @@ class Space:
     microbatches: tuple[int, ...]
     remats: tuple[Remat, ...]
     fill_nodes: bool = True
+    groups: tuple[int, ...] = (1,)
     tensors: tuple[int, ...] = (1,)
     pipelines: tuple[int, ...] = (1,)
     contexts: tuple[int, ...] = (1,)
@@ -88,7 +91,7 @@ class Space:
     schedule: str = "1f1b"
 
     def __post_init__(self) -> None:
-        counts = {name: getattr(self, name) for name in ("microbatches", *_MODEL_PARALLEL)}
+        counts = {name: getattr(self, name) for name in ("microbatches", "groups", *_MODEL_PARALLEL)}
         _require_counts("Space", **counts)
         empty = [name for name, values in {**counts, "remats": self.remats}.items() if not values]
         if empty:
@@ -111,6 +114,7 @@ class Candidate:
       parallel: into how many parts the model is cut.
       virtual_stages: chunks of blocks a stage.
       schedule: of the pipeline, `1f1b` or `gpipe`.
+      group: microbatches that go through each block before the next.
     """
 
     degrees: Degrees
@@ -119,6 +123,7 @@ class Candidate:
     parallel: ModelParallel = ModelParallel()
     virtual_stages: int = 1
     schedule: str = "1f1b"
+    group: int = 1
 
     def __str__(self) -> str:
         text = f"{self.degrees}, "
@@ -131,7 +136,8 @@ class Candidate:
         if self.parallel.pipeline > 1:
             chunks = f" of {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
             text += f"schedule {self.schedule}{chunks}, "
-        return f"{text}microbatch {self.microbatch}, remat {self.remat}"
+        group = f" in groups of {self.group}" if self.group > 1 else ""
+        return f"{text}microbatch {self.microbatch}{group}, remat {self.remat}"
 
     @property
     def inner(self) -> ModelParallel:
@@ -153,6 +159,10 @@ class Candidate:
         """Microbatches of a step."""
         return global_batch // (self.microbatch * self.degrees.ranks.total)
 
+    def rounds(self, global_batch: int) -> int:
+        """Groups of a step: how often parameters are gathered and gradients reduced."""
+        return self.accumulation(global_batch) // self.group
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
@@ -161,6 +171,7 @@ class Estimate:
     Attributes:
       candidate: the point.
       accumulation: microbatches of a step.
+      rounds: groups of a step.
       memory: by part, bytes of one device.
       timeline: of the simulated step.
       terms_s: seconds of collectives in a step by phase, hidden or not.
@@ -172,6 +183,7 @@ class Estimate:
 
     candidate: Candidate
     accumulation: int
+    rounds: int
     memory: MemoryEstimate
     timeline: Timeline
     terms_s: dict[Phase, float]
@@ -193,6 +205,7 @@ class Reason(StrEnum):
     NODE_NOT_FULL = "spans nodes before its own node is full"
     NOT_IN_PAPER = "gradients are sharded neither as parameters nor as optimizer states"
     BATCH = "the global batch does not divide by microbatch x data ranks"
+    GROUP = "the microbatches of a step do not divide by those of a group"
     MEMORY = "needs more memory than a device has"
     DEVICES = "stages, tensor and context ranks do not divide the devices of nodes and cluster"
     SPLIT = "the model does not split over so many tensor, context or pipeline ranks"

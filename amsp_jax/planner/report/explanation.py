@@ -101,7 +101,7 @@ def event_name(name: str, parts: int) -> str:
 
 
 def _streams(estimate: Estimate) -> str:
-    """The block in the middle, forward and backward, in each microbatch that was simulated; equal ones once."""
+    """The block in the middle, forward and backward, in each microbatch or group that was simulated; equal once."""
     parts = num_parts(estimate)
     middle, events = parts // 2, estimate.timeline.events
     lines = [f"while {part_name(middle, parts)} is computed; blanks on the compute stream are waiting"]
@@ -111,19 +111,26 @@ def _streams(estimate: Estimate) -> str:
         for when, turn in _turns(estimate):
             pictures.setdefault("\n".join(_lanes(events, blocks[turn], parts)), []).append(when)
         for picture, whens in pictures.items():
-            lines += ["", f"{way}, {'every microbatch' if len(pictures) == 1 else ' and '.join(whens)}: {picture}"]
+            when = f"every {_unit(estimate)}" if len(pictures) == 1 else " and ".join(whens)
+            lines += ["", f"{way}, {when}: {picture}"]
     return "\n".join(lines)
 
 
 def _turns(estimate: Estimate) -> list[tuple[str, int]]:
-    """What each simulated microbatch is called, and its place among them."""
+    """What each simulated microbatch or group is called, and its place among them."""
     trips = estimate.timeline.num_loop_trips
-    if estimate.accumulation == 1:
-        return [("the only microbatch", 0)]
-    if trips == estimate.accumulation:
-        return [("every microbatch", 0)]
+    unit = _unit(estimate)
+    if estimate.rounds == 1:
+        return [(f"the only {unit}", 0)]
+    if trips == estimate.rounds:
+        return [(f"every {unit}", 0)]
     loop = [(f"each of the {trips} between them", 1)] if trips else []
-    return [("first microbatch", 0), *loop, ("last microbatch", -1)]
+    return [(f"first {unit}", 0), *loop, (f"last {unit}", -1)]
+
+
+def _unit(estimate: Estimate) -> str:
+    """What gathers parameters and reduces gradients for itself."""
+    return "microbatch" if estimate.candidate.group == 1 else "group"
 
 
 def _lanes(events: Sequence[Event], block: Event, parts: int) -> list[str]:

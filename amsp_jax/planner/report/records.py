@@ -21,6 +21,7 @@ def as_json(ranking: Ranking) -> dict[str, Any]:
         "ranked": [estimate_json(estimate) for estimate in ranking.ranked],
         "rejected": [_rejection(rejection) for rejection in ranking.rejected],
         "microbatch": best.microbatch,
+        "group": best.group,
         "remat": str(best.remat),
         "parallel": _parallel(best),
         "not_scored": {str(reason): count for reason, count in ranking.not_scored.items()},
@@ -70,8 +71,8 @@ def explanation_json(estimate: Estimate, messages: Sequence[MessageCost], memory
 
 def _point(candidate: Candidate) -> dict[str, Any]:
     return {
-        "strategy": str(candidate.degrees), "microbatch": candidate.microbatch, "remat": str(candidate.remat),
-        "parallel": _parallel(candidate),
+        "strategy": str(candidate.degrees), "microbatch": candidate.microbatch, "group": candidate.group,
+        "remat": str(candidate.remat), "parallel": _parallel(candidate),
     }  # fmt: skip
 
 

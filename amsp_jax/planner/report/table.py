@@ -129,7 +129,7 @@ def searched(ranking: Ranking) -> list[str]:
 
 
 _CUT = ("tensor", "pipeline", "context")
-_FIELDS = (*_CUT, "virtual_stages", "microbatch", "remat")
+_FIELDS = (*_CUT, "virtual_stages", "microbatch", "group", "remat")
 
 
 def heading(field: str) -> str:
@@ -167,6 +167,8 @@ def gin_lines(estimate: Estimate) -> list[str]:
         f"MICROBATCH = {candidate.microbatch}",
         f"REMAT = '{candidate.remat}'",
     ]
+    if candidate.group > 1:
+        lines.insert(2, f"MICROBATCH_GROUP = {candidate.group}")
     if candidate.parallel.total == 1:
         return lines
     lines += [f"{name.upper()} = {field_text(candidate, name)}" for name in _CUT]

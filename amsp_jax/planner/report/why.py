@@ -21,7 +21,7 @@ _OBJECTIVES = {
 
 def why(ranking: Ranking) -> str:
     """A few sentences, a line each, and a table of the well-known presets."""
-    sentences = [_smallest(ranking), _described(ranking.best.candidate.degrees), *_ties(ranking)]
+    sentences = [_smallest(ranking), _described(ranking.best.candidate), *_ties(ranking)]
     if ranking.best.candidate.parallel.total > 1:
         sentences.insert(1, _cut(ranking.best.candidate))
     lines = [line for sentence in sentences for line in textwrap.wrap(sentence, WIDTH, subsequent_indent="  ")]
@@ -59,19 +59,21 @@ def _cut(candidate: Candidate) -> str:
     return f"It cuts the model into {' x '.join(told)}, and trains {copies} of it."
 
 
-def _described(degrees: Degrees) -> str:
+def _described(candidate: Candidate) -> str:
     """What it does with parameters, gradients and optimizer states, and what that costs when."""
+    degrees = candidate.degrees
     params, grads, opt_state = degrees.params, degrees.grads, degrees.opt_state
+    each = "microbatch" if candidate.group == 1 else f"group of {candidate.group} microbatches"
     if params.total == 1:
-        told = ["keeps parameters whole, so that no microbatch gathers them"]
+        told = [f"keeps parameters whole, so that no {each} gathers them"]
     else:
-        told = [f"gathers parameters {_over(params)}, twice a microbatch"]
+        told = [f"gathers parameters {_over(params)}, twice a {each}"]
     if grads.total == 1:
         told.append("keeps gradients whole, so that they are reduced once a step")
     elif grads == params:
-        told.append("keeps gradients as parameters, reduced every microbatch")
+        told.append(f"keeps gradients as parameters, reduced every {each}")
     else:
-        told.append(f"reduces gradients every microbatch {_over(grads)}")
+        told.append(f"reduces gradients every {each} {_over(grads)}")
     if opt_state.total == 1:
         told.append("keeps optimizer states whole")
     elif opt_state == grads:
