@@ -120,6 +120,7 @@ def _ranked(config: TrainConfig, model: Model, cluster: Cluster) -> dict:
         contexts=(config.context,),
         virtual_stages=(config.virtual_stages,),
         schedule=config.schedule,
+        groups=(config.microbatch_group,),
     )
     try:
         ranking = search(workload, cluster, space)

@@ -45,6 +45,7 @@ class Part:
       name: of what it has beyond the one before it.
       is_async: collectives run beside compute.
       peel_first, peel_last, inter_node_dtype: as in `StepSettings`.
+      is_grouped: all microbatches of a step go through a block before the next.
     """
 
     name: str
@@ -52,15 +53,18 @@ class Part:
     peel_first: bool = False
     peel_last: bool = False
     inter_node_dtype: str | None = None
+    is_grouped: bool = False
 
-    def settings(self) -> StepSettings:
+    def settings(self, accumulation: int) -> StepSettings:
+        """Of a step of so many microbatches."""
         return StepSettings(
-            peel_first=self.peel_first, peel_last=self.peel_last, inter_node_dtype=self.inter_node_dtype
-        )
+            peel_first=self.peel_first, peel_last=self.peel_last, inter_node_dtype=self.inter_node_dtype,
+            group=accumulation if self.is_grouped else 1,
+        )  # fmt: skip
 
     def options(self, layout: launch.Layout, model: Model, plan: Plan) -> dict[str, str]:
         """For the compiler; on a CPU it has no such option."""
-        ours = measure.compiler_options(layout, model, plan, self.settings())
+        ours = measure.compiler_options(layout, model, plan, self.settings(1))
         return ours if self.is_async or layout.platform == "cpu" else ours | SYNCHRONOUS
 
 
@@ -70,7 +74,8 @@ PARTS = (
     Part(name="reductions beside the last backward", peel_last=True),
     Part(name="gathers beside the first forward", peel_first=True, peel_last=True),
 )
-NARROWER = Part(name="bf16 gradients between nodes", peel_first=True, peel_last=True, inter_node_dtype="bfloat16")
+BREADTH_FIRST = Part(name="a group of all microbatches", peel_first=True, peel_last=True, is_grouped=True)
+NARROWER = dataclasses.replace(BREADTH_FIRST, name="bf16 gradients between nodes", inter_node_dtype="bfloat16")
 """No overlap, but less to hide: where gradients are sharded over nodes."""
 
 
@@ -102,21 +107,22 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def parts_of(plan: Plan) -> Sequence[Part]:
+def parts_of(plan: Plan, accumulation: int) -> Sequence[Part]:
     """Those that are programs of their own: of overlap only two where nothing is gathered or reduced once a step."""
     axes = plan.axes
     parts = PARTS if axes.grad or axes.opt or axes.replica else PARTS[:2]
     is_sharded = any(level(axis) == "inter" for axis in axes.param + axes.grad + axes.opt)
-    return [*parts, *([NARROWER] if is_sharded else [])]
+    return [*parts, *([BREADTH_FIRST] if accumulation > 1 else []), *([NARROWER] if is_sharded else [])]
 
 
 def measured(layout: launch.Layout, ranks: DataRanks, size: Size, strategy: str, args: argparse.Namespace) -> list[Row]:
     """Compiles the parts of a strategy and times them in turns: a row for each."""
     model, attention = measure.model_on(layout, size)
     plan = make_plan(strategy, model.abstract_params(), ranks, layout.devices, COMPUTE_DTYPE)
-    shape, parts = size.shape(args.accumulation, ranks), parts_of(plan)
+    shape, parts = size.shape(args.accumulation, ranks), parts_of(plan, args.accumulation)
     steps = [
-        measure.compile_step(model, plan, part.settings(), shape, part.options(layout, model, plan)) for part in parts
+        measure.compile_step(model, plan, part.settings(args.accumulation), shape, part.options(layout, model, plan))
+        for part in parts
     ]
     state = measure.filled_state(model, plan)
     batches = [measure.random_batch(plan, shape, model, i) for i in range(2)]

@@ -44,12 +44,13 @@ class Setting:
     Attributes:
       accumulation: microbatches of a step.
       strategy: in canonical form.
-      inter_node_dtype: of gradients, as in `StepSettings`.
+      inter_node_dtype, group: as in `StepSettings`.
     """
 
     accumulation: int
     strategy: str
     inter_node_dtype: str | None = None
+    group: int = 1
 
 
 def main() -> None:
@@ -69,9 +70,13 @@ def main() -> None:
         strategy, n = setting.strategy, setting.accumulation
         row = measure.measured(
             layout, size, strategy, n, num_warmup=NUM_WARMUP, num_steps=args.steps, most_s=args.most_s,
-            inter_node_dtype=setting.inter_node_dtype,
+            inter_node_dtype=setting.inter_node_dtype, group=setting.group,
         )  # fmt: skip
-        row |= {"strategy": strategy, "names": names.get(strategy, []), "is_choice": chosen.get(str(n)) == strategy}
+        row |= {
+            "strategy": strategy,
+            "names": names.get(strategy, []),
+            "is_choice": chosen.get(str(n)) == strategy and setting.group == 1,
+        }
         if layout.process_index == 0:
             append_row(args.out, row)
             print(f"x{n} {strategy}: {step_times(row)} ms, all {row['wall_s']} s", flush=True)
@@ -82,6 +87,7 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = make_parser(__doc__, NAMED)
     parser.add_argument("--accumulation", nargs="+", type=int, default=ACCUMULATIONS, help="microbatches of a step")
+    parser.add_argument("--group", nargs="+", type=int, default=(1,), help="of them that go through a block in turn")
     parser.add_argument("--cluster", help="a calibrated cluster file: measures the planner's choice, too")
     parser.add_argument(
         "--inter-node-dtype", choices=("bfloat16",), help="of gradients between nodes; left out: float32"
@@ -134,13 +140,17 @@ def settings(names: dict[str, list[str]], chosen: dict[str, str], args: argparse
     """The planner's choice first: it is what the others are compared with."""
     for n in args.accumulation:
         first = [chosen[str(n)]] if chosen else []
-        yield from (Setting(n, strategy, args.inter_node_dtype) for strategy in dict.fromkeys([*first, *names]))
+        for group in (group for group in args.group if n % group == 0):
+            for strategy in dict.fromkeys([*first, *names]):
+                yield Setting(n, strategy, args.inter_node_dtype, group)
 
 
 def left(rows: Sequence[Row], wanted: Iterator[Setting]) -> list[Setting]:
     """Those without a row."""
-    # Rows of old files do not say a dtype.
-    done = {Setting(row["accumulation"], row["strategy"], row.get("inter_node_dtype")) for row in rows}
+    # Rows of old files say neither a dtype nor a group.
+    done = {
+        Setting(row["accumulation"], row["strategy"], row.get("inter_node_dtype"), row.get("group", 1)) for row in rows
+    }
     return [setting for setting in wanted if setting not in done]
 
 
@@ -174,9 +184,10 @@ def report(rows: Sequence[Row]) -> str:
 
 
 def strategy_cell(row: Row) -> str:
-    """With the dtype of gradients between nodes where that is another than float32."""
-    dtype = row.get("inter_node_dtype")
-    return f"{row['strategy']}, {dtype} between nodes" if dtype else str(row["strategy"])
+    """With the dtype of gradients between nodes where that is another than float32, and groups of microbatches."""
+    dtype, group = row.get("inter_node_dtype"), row.get("group", 1)
+    words = [row["strategy"], f"{dtype} between nodes" if dtype else "", f"groups of {group}" if group > 1 else ""]
+    return ", ".join(filter(None, words))
 
 
 def percent(share: float | None) -> str:

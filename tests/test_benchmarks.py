@@ -124,15 +124,17 @@ def plan_of(strategy):
 
 
 def test_only_what_is_gathered_or_reduced_once_a_step_has_all_parts():
-    assert len(ablation.parts_of(plan_of("ddp")[1])) == 4
+    assert list(ablation.parts_of(plan_of("ddp")[1], 1)) == list(ablation.PARTS)
     # Those that shard gradients over nodes may send them in a narrower dtype.
-    assert list(ablation.parts_of(plan_of("zero1")[1])) == [*ablation.PARTS, ablation.NARROWER]
-    assert list(ablation.parts_of(plan_of("zero3")[1])) == [*ablation.PARTS[:2], ablation.NARROWER]
+    assert list(ablation.parts_of(plan_of("zero1")[1], 1)) == [*ablation.PARTS, ablation.NARROWER]
+    parts = [*ablation.PARTS[:2], ablation.BREADTH_FIRST, ablation.NARROWER]
+    assert list(ablation.parts_of(plan_of("zero3")[1], 4)) == parts
+    assert [part.settings(4).group for part in parts] == [1, 1, 4, 4]
 
 
 def test_parts_add_overlap_up_to_the_default_step():
     model, plan = plan_of("zero1")
-    peeled = [(part.settings().peel_last, part.settings().peel_first) for part in ablation.PARTS]
+    peeled = [(part.settings(1).peel_last, part.settings(1).peel_first) for part in ablation.PARTS]
     assert peeled == [(False, False), (False, False), (True, False), (True, True)]
     options = [part.options(layout("cuda"), model, plan) for part in ablation.PARTS]
     assert options[0] == options[1] | ablation.SYNCHRONOUS and options[1] == options[2] == options[3]
@@ -142,7 +144,7 @@ def test_parts_add_overlap_up_to_the_default_step():
 def test_parts_take_turns(bfloat16):
     args = argparse.Namespace(accumulation=3, steps=8, most_s=0.0)
     rows = ablation.measured(layout(), DataRanks(1, 2), SMALL, "zero3", args)
-    assert [row["part"] for row in rows] == [part.name for part in (*ablation.PARTS[:2], ablation.NARROWER)]
+    assert [row["part"] for row in rows] == [part.name for part in ablation.parts_of(plan_of("zero3")[1], 3)]
     assert all(len(row["times_s"]) == ablation.NUM_TURNS * ablation.NUM_LEAST for row in rows)
     assert len(rows[0]["warmup_s"]) == ablation.NUM_WARMUP
 

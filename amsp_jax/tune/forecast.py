@@ -78,6 +78,7 @@ def _candidate(point: Point, grounds: Grounds) -> Candidate:
         point.parallel,
         point.virtual_stages,
         point.schedule,
+        point.microbatch_group,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from amsp_jax.breadth import check_group
 from amsp_jax.checks import batch_shape
 from amsp_jax.context import check_sequence
 from amsp_jax.errors import UserError
@@ -68,6 +69,7 @@ class Grounds:
         self._check_cuts(parallel, ranks)
         check_sequence(self.seq_len, point.context, point.tensor)
         batch = batch_shape(self.global_batch, point.microbatch, ranks.total, self.seq_len, parallel.total)
+        check_group(point.microbatch_group, batch.accumulation, point.pipeline)
         Schedule(point.schedule, point.pipeline, point.virtual_stages, batch.accumulation)
         if point.pipeline > 1:
             assign_blocks(len(self.model.blocks), point.pipeline, point.virtual_stages)

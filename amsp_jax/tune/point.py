@@ -20,6 +20,7 @@ class Point:
     context: int
     microbatch: int
     remat: str
+    microbatch_group: int = 1
 
     def settings(self) -> dict[str, Any]:
         """The values by the names of gin files."""
@@ -37,7 +38,8 @@ class Point:
         if self.pipeline > 1:
             words.append(f"pipeline {self.pipeline} {self.schedule}")
             words += [f"virtual {self.virtual_stages}"] if self.virtual_stages > 1 else []
-        return ", ".join([*words, f"microbatch {self.microbatch}", f"remat {self.remat}"])
+        group = f" in groups of {self.microbatch_group}" if self.microbatch_group > 1 else ""
+        return ", ".join([*words, f"microbatch {self.microbatch}{group}", f"remat {self.remat}"])
 
 
 DIMENSIONS = tuple(field.name for field in dataclasses.fields(Point))

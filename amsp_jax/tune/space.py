@@ -85,6 +85,7 @@ def _defaults(grounds: Grounds) -> dict[str, tuple[Any, ...]]:
         "context": (1,),
         "microbatch": tuple(n for n in _MICROBATCHES if grounds.global_batch % n == 0),
         "remat": tuple(map(str, Remat)),
+        "microbatch_group": (1,),
     }
 
 

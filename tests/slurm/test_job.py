@@ -23,6 +23,9 @@ if process == 0:
     print("ARGUMENTS", *sys.argv[1:], "SITE", os.environ.get("SITE"), flush=True)
     if "checkpoint" in act:
         (run_dir / "checkpoints" / str(act["checkpoint"])).mkdir(parents=True)
+    pathlib.Path(f"began.{start}").touch()
+while not pathlib.Path(f"began.{start}").exists():  # who ends first ends the other
+    time.sleep(0.05)
 end = act["ends"][process]
 if end == "wait":
     pathlib.Path(f"waits.{start}.{process}").touch()
