@@ -87,9 +87,9 @@ def test_parameters_come_one_part_ahead():
     assert [found[f"gather again {i}"] for i in (4, 3, 2, 1)] == pytest.approx([4.3, 4.5, 6.5, 8.5])
 
 
-def test_p_shards_of_the_first_of_several_groups_come_from_the_start():
+def test_p_shards_come_so_in_the_first_of_several_groups_too():
     found = starts(step(EDGE, *[part(start=0.5)] * 4, EDGE, rounds=2), "communication")
-    assert [found[f"P shard {i}"] for i in (1, 2, 3, 4)] == pytest.approx([0.0, 0.5, 1.0, 1.5])
+    assert [found[f"P shard {i}"] for i in (1, 2, 3, 4)] == pytest.approx([0.0, 0.5, 1.5, 2.5])
 
 
 def test_gradients_are_reduced_in_order():

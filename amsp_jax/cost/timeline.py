@@ -198,18 +198,14 @@ def _microbatch(streams: _Streams, times: StepTimes, starts: bool, ends: bool, a
 def _group(streams: _Streams, times: StepTimes, starts: bool, ends: bool, adds: bool = True) -> None:
     """As `_microbatch`, of a group: forward and backward of every part, each on all microbatches of the group.
 
-    A part's gathers begin once the part two before it has run, forward and backward, with that of its P shard if the
-    group is the only one. Its gradients are reduced after those of the part behind it, and hold a block back that is
+    A part's gathers begin once the part two before it has run, forward and backward, with that of its P shard in the
+    first group. Its gradients are reduced after those of the part behind it, and hold a block back that is
     `window` earlier.
     """
     parts, last = times.parts, len(times.parts) - 1
-    is_only = starts and ends
-    if starts and not is_only:
-        for first in range(0, len(parts), times.num_start_parts):
-            streams.release(parts[first : first + times.num_start_parts], Phase.START, first)
 
     def gather(i: int) -> None:
-        if is_only:
+        if starts:
             streams.release_behind(parts[i], Phase.START, i, (Phase.FORWARD, i - 1), (Phase.START, i - 1))
         streams.release_behind(parts[i], Phase.FORWARD, i, _start_of(i, times))
 

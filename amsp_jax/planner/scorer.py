@@ -367,15 +367,14 @@ class Scorer:
         times = self._part_times(candidate)
         _, blocks, _ = self.sketch.model.split(plan.leaves)
         is_grouped = candidate.group > 1
-        # The order of a group leaves nothing of several parts to be combined: P shards, if there is one group alone.
-        is_only = is_grouped and candidate.rounds(self.workload.global_batch) == 1
+        # The order of a group leaves nothing of several parts to be combined.
         return StepTimes(
             parts=[times[kind] for kind in parts.order],
             optimizer_s=self._optimizer_s(degrees, parallel),
             window=WINDOW if is_grouped else reduction_window(blocks),
             end_window=reduction_window(blocks, is_last=True),
             overlap_slowdown=self.rates.overlap_slowdown,
-            num_start_parts=1 if is_only else degrees.params.total,
+            num_start_parts=1 if is_grouped else degrees.params.total,
             num_end_parts=1 if is_grouped else self._num_end_parts(degrees),
             is_grouped=is_grouped,
         )
