@@ -31,6 +31,7 @@ from amsp_jax.commands.workload import (
 )
 from amsp_jax.errors import UserError
 from amsp_jax.planner import (
+    Estimate,
     NothingFits,
     Objective,
     Ranking,
@@ -251,7 +252,9 @@ def _rank(args: argparse.Namespace, workload: Workload, cluster: Cluster) -> Non
         raise UserError(nothing_fits(workload, cluster, space, objective, limit)) from None
     print(_text(args, ranking, cluster), file=out, flush=True)
     if args.json:
-        print(json.dumps({**report.as_json(ranking), **_context(args, cluster)}, indent=1))
+        told = report.as_json(ranking)
+        told["gin"] += _dtype_lines(args, ranking.best)
+        print(json.dumps({**told, **_context(args, cluster)}, indent=1))
     for estimate in ranking.ranked[: args.verify or 0]:
         step = compile_candidate(Scorer(workload, cluster), estimate.candidate)
         print(f"\n{compile_text(step)}", file=out, flush=True)
@@ -267,10 +270,21 @@ def _text(args: argparse.Namespace, ranking: Ranking, cluster: Cluster) -> str:
             report.ranking_table(ranking, args.top),
             report.rejected_lines(ranking),
             report.why(ranking),
-            "\n".join(["for a gin file:", *report.gin_lines(ranking.best)]),
+            "\n".join(["for a gin file:", *report.gin_lines(ranking.best), *_dtype_lines(args, ranking.best)]),
             "\n".join(basis_lines(cluster, ranking.best)),
         ]
     )
+
+
+def _dtype_lines(args: argparse.Namespace, best: Estimate) -> list[str]:
+    """Of gradients, where they are not the defaults."""
+    lines = [] if args.reduce_dtype == "float32" else [f"REDUCE_DTYPE = '{args.reduce_dtype}'"]
+    if args.inter_node_dtype not in (None, args.reduce_dtype):
+        lines.append(f"INTER_NODE_DTYPE = '{args.inter_node_dtype}'")
+        # The degrees divide each other.
+        if best.candidate.degrees.opt_state.inter == 1:
+            lines[-1] += "  # without effect: nothing is sharded over nodes"
+    return lines
 
 
 def _explain(args: argparse.Namespace, workload: Workload, cluster: Cluster) -> None:

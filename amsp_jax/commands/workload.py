@@ -146,6 +146,11 @@ def workload_of(args: argparse.Namespace, cluster: Cluster) -> Workload:
     """
     for flag in ("global_batch", "seq_len", "microbatch", "microbatch_group"):
         check_count(args, flag)
+    if (args.inter_node_dtype, args.reduce_dtype) == ("float32", "bfloat16"):
+        raise UserError(
+            "--inter-node-dtype float32 is wider than --reduce-dtype bfloat16, in which gradients are summed; leave it "
+            "out, or give --reduce-dtype float32"
+        )
     overrides = model_overrides(args.model_overrides)
     longest = longest_sequence(args.model, overrides)
     if args.seq_len > longest:
