@@ -7,6 +7,7 @@
 #   compile             32 layers: seconds to trace and compile, and again from the cache
 #   calibrate           the links of the GPUs as two nodes, for the planner
 #   strategies ablation the named strategies, and overlap part by part, on that network
+#   groups              the named strategies there, depth-first and breadth-first
 #   loss_curve          200 steps with overlap and without
 #   equivalence         every strategy against one GPU
 #   plot                pictures, in OUT
@@ -57,6 +58,12 @@ strategies() {
     ${cluster[@]+"${cluster[@]}"}
 }
 
+groups() {
+  local budget=${GROUPS_S:-240}
+  on_nodes $((budget + 60)) groups "$here/strategies.py" --out "$OUT/groups.jsonl" --budget-s "$budget" \
+    --accumulation 4 8 --group 1 4 8 --strategy "params=replica grads=node opt_state=full" mics hpz zero1 zero3
+}
+
 ablation() {
   local budget=${ABLATION_S:-240}
   on_nodes $((budget + 60)) ablation "$here/ablation.py" --out "$OUT/ablation.jsonl" --budget-s "$budget"
@@ -79,7 +86,7 @@ plot() {
 
 mkdir -p "$OUT/logs"
 cd "$here/.." || exit
-for part in ${*:-peer_7b peer_1b compile calibrate strategies ablation loss_curve equivalence plot}; do
+for part in ${*:-peer_7b peer_1b compile calibrate strategies groups ablation loss_curve equivalence plot}; do
   echo "== $part, after $SECONDS s"
   "$part"
 done

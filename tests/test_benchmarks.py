@@ -88,7 +88,7 @@ def test_a_name_that_does_not_fit_is_left_out(capsys):
 
 
 def test_the_planner_s_choice_comes_first_and_what_has_a_row_does_not():
-    args = argparse.Namespace(accumulation=[4, 1], inter_node_dtype=None)
+    args = argparse.Namespace(accumulation=[4, 1], inter_node_dtype=None, group=[1])
     wanted = list(strategies.settings({"a": [], "b": []}, {"4": "b", "1": "c"}, args))
     assert [(s.accumulation, s.strategy) for s in wanted] == [(4, "b"), (4, "a"), (1, "c"), (1, "a"), (1, "b")]
     rest = strategies.left([timed("b", 1.0), timed("c", 1.0, accumulation=1)], iter(wanted))
@@ -96,10 +96,19 @@ def test_the_planner_s_choice_comes_first_and_what_has_a_row_does_not():
 
 
 def test_a_dtype_between_nodes_is_a_setting_of_its_own():
-    args = argparse.Namespace(accumulation=[4], inter_node_dtype="bfloat16")
+    args = argparse.Namespace(accumulation=[4], inter_node_dtype="bfloat16", group=[1])
     rows = [timed("a", 1.0), timed("b", 1.0, inter_node_dtype="bfloat16")]
     assert [s.strategy for s in strategies.left(rows, strategies.settings({"a": [], "b": []}, {}, args))] == ["a"]
     assert [strategies.strategy_cell(row) for row in rows] == ["a", "b, bfloat16 between nodes"]
+
+
+def test_groups_are_settings_of_their_own_where_they_divide():
+    args = argparse.Namespace(accumulation=[4, 6], inter_node_dtype=None, group=[1, 4])
+    rows = [timed("a", 1.0), timed("a", 1.0, group=4)]
+    wanted = list(strategies.settings({"a": []}, {}, args))
+    assert [(s.accumulation, s.group) for s in wanted] == [(4, 1), (4, 4), (6, 1)]
+    assert strategies.left(rows, iter(wanted)) == wanted[2:]
+    assert [strategies.strategy_cell(row) for row in rows] == ["a", "a, groups of 4"]
 
 
 def test_ratios_are_to_the_choice_or_else_to_the_fastest():
