@@ -15,7 +15,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import jax.numpy as jnp
 
 from amsp_jax import absent, cli
-from amsp_jax.cost import memory
+from amsp_jax.cost import group_memory, memory
 from amsp_jax.cost.sketch import Sketch
 from amsp_jax.cost.trace import ModelTrace, trace_model
 from amsp_jax.optimizer import make_optimizer
@@ -52,12 +52,15 @@ class Setting:
     reduce_dtype: str = "float32"
     vocab_size: int = 0
     loss_chunks: int = 1
+    group: int = 1
+    is_tied: bool = False
 
     @property
     def overrides(self) -> dict[str, int]:
         """Of the model's configuration; a vocabulary of 0 is its own."""
         vocabulary = {"vocab_size": self.vocab_size} if self.vocab_size else {}
-        return {"num_layers": self.num_layers, "loss_chunks": self.loss_chunks, **vocabulary}
+        tied = {"tied": True} if self.is_tied else {}
+        return {"num_layers": self.num_layers, "loss_chunks": self.loss_chunks, **vocabulary, **tied}
 
     @property
     def seq_len(self) -> int:
@@ -78,6 +81,7 @@ class Setting:
             "nodes": self.num_nodes,
             "devices": 4 * self.num_nodes,
             "reduce_dtype": self.reduce_dtype,
+            "group": self.group,
         }
 
 
@@ -119,6 +123,27 @@ SETTINGS = [
     ),
     *(Setting("llama-7b", 4, "zero3", "projections", 2, 4, 1, "float32", 128000, num_chunks) for num_chunks in (1, 8)),
 ]
+GROUPED = [
+    *(Setting("llama-7b", 8, s, "projections", 1, 4, group=4) for s in ("ddp", "zero1", "zero2", "zero3")),
+    *(Setting("llama-7b", 8, s, "projections", 1, 4, 2, group=4) for s in ("mics", "hpz", MIXED)),
+    Setting("llama-7b", 8, MIXED, "projections", 1, 6, 2, group=2),
+    Setting("llama-7b", 8, "zero1", "projections", 1, 8, group=2),
+    Setting("llama-7b", 8, "zero1", "full", 2, 8, group=4),
+    Setting("llama-7b", 8, "zero1", "none", 1, 2, group=2),
+    Setting("llama-7b", 8, "zero2", "full", 1, 16, group=8),
+    Setting("llama-7b", 8, "zero3", "projections", 1, 4, group=2),
+    Setting("llama-7b", 8, "zero3", "projections", 2, 12, group=4),
+    Setting("llama-7b", 8, "zero3", "full", 1, 8, group=8),
+    Setting("llama-7b", 32, "zero3", "full", 1, 8, group=8),
+    Setting("llama-1b", 16, "zero1", "projections", 2, 4, group=4),
+    Setting("llama-1b", 16, "zero3", "full", 4, 8, group=4),
+    Setting("llama-1b", 16, "mics", "projections", 2, 8, 2, group=2),
+    Setting("llama-1b", 16, "zero2", "none", 2, 4, group=4),
+    Setting("llama-1b", 16, "zero1", "projections", 2, 4, group=4, is_tied=True),
+    Setting("llama-1b", 16, "zero3", "full", 2, 12, group=4, is_tied=True),
+    Setting("gpt-22b", 4, "zero1", "projections", 1, 4, group=4),
+    Setting("gpt-22b", 4, "zero3", "full", 2, 8, group=4),
+]
 
 
 def main() -> None:
@@ -128,10 +153,11 @@ def main() -> None:
     p.add_argument("--python", default=sys.executable, help="an interpreter with jax's CUDA plugin")
     args = p.parse_args()
     if args.compile_for:
-        for setting in SETTINGS:
+        for setting in SETTINGS + GROUPED:
             if setting not in compiled(args.results):
                 append(args.results, setting, compile_setting(setting, args.python, args.compile_for))
-    print("\n".join(table(compiled(args.results))))
+    rows = compiled(args.results)
+    print("\n".join([*table(rows, SETTINGS), "", *table(rows, GROUPED, has_groups=True)]))
 
 
 def compile_setting(setting: Setting, python: str, target: str) -> dict[str, Any]:
@@ -160,11 +186,13 @@ def compiled(results: Path) -> dict[Setting, dict[str, Any]]:
     return {Setting(**row["setting"]): row for row in rows}
 
 
-def table(rows: dict[Setting, dict[str, Any]]) -> Iterator[str]:
-    """Markdown, in the order of `SETTINGS`."""
-    yield "| model | strategy | nodes | remat | microbatch | microbatches | arguments | compiled | predicted | error |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
-    for s in SETTINGS:
+def table(rows: dict[Setting, dict[str, Any]], settings: Sequence[Setting], has_groups: bool = False) -> Iterator[str]:
+    """Markdown, in the order of the settings; with a column of their groups if it `has_groups`."""
+    head = ["model", "strategy", "nodes", "remat", "microbatch", "microbatches", *["group"] * has_groups]
+    head += ["arguments", "compiled", "predicted", "error"]
+    yield f"| {' | '.join(head)} |"
+    yield "|---" * len(head) + "|"
+    for s in settings:
         if s not in rows:
             continue
         peak = rows[s]["argument_gib"] + rows[s]["temp_gib"]
@@ -173,10 +201,11 @@ def table(rows: dict[Setting, dict[str, Any]]) -> Iterator[str]:
         # The compiled figure has two decimals.
         assert abs(arguments - rows[s]["argument_gib"]) < 0.006, (s, arguments)
         remat = s.remat if s.reduce_dtype == "float32" else f"{s.remat}, {s.reduce_dtype} reduction"
+        tied = ", tied" if s.is_tied else ""
         vocabulary = f", vocabulary {s.vocab_size}, loss_chunks {s.loss_chunks}" if s.vocab_size else ""
         yield (
-            f"| {s.model}, {s.num_layers} layers{vocabulary} | {s.strategy} | {s.num_nodes} | {remat} | "
-            f"{s.microbatch} | {s.accumulation} | "
+            f"| {s.model}, {s.num_layers} layers{tied}{vocabulary} | {s.strategy} | {s.num_nodes} | {remat} | "
+            f"{s.microbatch} | {s.accumulation} | {f'{s.group} | ' if has_groups else ''}"
             f"{arguments:.2f} | {peak:.2f} | {total:.2f} | {total / peak - 1:+.1%} |"
         )
 
@@ -187,8 +216,12 @@ def predict(setting: Setting) -> memory.MemoryEstimate:
     sketch = sketch_of(setting.model, overrides)
     plan = make_plan(setting.strategy, sketch.model.abstract_params(), DataRanks(4, setting.num_nodes))
     optimizer = make_optimizer("adamw", 3e-4, weight_decay=0.1, clip_norm=1.0)
-    settings = StepSettings(reduce_dtype=jnp.dtype(setting.reduce_dtype), remat=Remat(setting.remat))
+    settings = StepSettings(
+        reduce_dtype=jnp.dtype(setting.reduce_dtype), remat=Remat(setting.remat), group=setting.group
+    )
     trace = trace_of(setting.model, overrides, setting.microbatch, setting.seq_len, settings.remat)
+    if setting.group > 1:
+        return group_memory.estimate(sketch, plan, trace, optimizer, settings, setting.accumulation // setting.group)
     return memory.estimate(sketch, plan, trace, optimizer, settings, setting.accumulation)
 
 

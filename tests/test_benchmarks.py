@@ -259,7 +259,8 @@ def test_all_parts_in_order(shell):
     assert done.returncode == 0, done.stderr
     parts = [line.split()[1].strip(",") for line in done.stdout.splitlines() if line.startswith("== ")]
     assert parts == [
-        "peer_7b", "peer_1b", "compile", "calibrate", "strategies", "ablation", "loss_curve", "equivalence", "plot",
+        "peer_7b", "peer_1b", "compile", "calibrate", "strategies", "groups", "ablation", "loss_curve", "equivalence",
+        "plot",
     ]  # fmt: skip
     # All that has figures; the fake program writes none of the files of the others.
     again = shell("run_all.sh", "peer_7b", "peer_1b", "compile", "equivalence")

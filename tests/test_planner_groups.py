@@ -1,6 +1,7 @@
 """Groups of microbatches: what the cost model says of them against compiled steps, and the planner's search."""
 
 import dataclasses
+import itertools
 import json
 from collections import Counter
 
@@ -59,8 +60,8 @@ def part(forward_s=1.0, backward_s=2.0, **messages_s):
     return PartTimes(forward_s, backward_s, {Phase(name): (seconds,) for name, seconds in messages_s.items()})
 
 
-def step(*parts, rounds=1, peel=True, window=2):
-    times = StepTimes(parts, 0.0, window, 1.0, is_grouped=True)
+def step(*parts, rounds=1, peel=True, window=2, num_beside=None):
+    times = StepTimes(parts, 0.0, window, 1.0, is_grouped=True, num_beside=num_beside)
     return simulate(times, rounds, peel, record=True)
 
 
@@ -107,19 +108,37 @@ def test_a_block_waits_for_the_reduction_of_two_before(phase):
     assert timeline.step_s == pytest.approx(41.0)
 
 
-def test_slow_links_are_the_limit():
+@pytest.mark.parametrize("num_beside", [None, 1])
+def test_slow_links_are_the_limit(num_beside):
     """The sum of messages, and what nothing hides: the last forward, the first backward pass."""
     blocks = [part(1.0, 2.0, forward=10.0, backward=10.0, end=20.0)] * 5
-    timeline = step(part(0.5, 0.5), *blocks, EDGE)
+    timeline = step(part(0.5, 0.5), *blocks, EDGE, num_beside=num_beside)
     assert timeline.communication_s == pytest.approx(5 * 40.0)
     assert timeline.communication_s < timeline.step_s < timeline.communication_s + 2 * 3.0 + 1.0
+
+
+def test_of_two_messages_one_runs_beside_a_loop():
+    """Forward a gather does; backward, too, while the reduction that is there before it has nothing beside it."""
+    blocks = [part(1.0, 2.0, forward=0.5, backward=0.5, reduce=0.7)] * 3
+    timeline = step(EDGE, *blocks, EDGE, num_beside=1)
+    # The first gather, the first one again; the reduction beside which block 1 is gathered, and the last.
+    assert timeline.exposed_s == pytest.approx(0.5 + 0.5 + 2 * 0.7)
+    assert timeline.step_s == pytest.approx(3 * 3.0 + timeline.exposed_s)
+    assert step(EDGE, *blocks, EDGE).exposed_s == pytest.approx(0.5 + 0.5 + 0.7)
+
+
+def test_a_message_ends_before_the_next_loop_begins():
+    """Though nothing needs it: of a block's gradients, those of once a step."""
+    timeline = step(EDGE, *[part(1.0, 2.0, end=5.0)] * 3, EDGE, num_beside=1)
+    assert timeline.step_s == pytest.approx(3 * 1.0 + 2.0 + 3 * 5.0)
+    assert timeline.communication_s == pytest.approx(15.0)
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 5])
 def test_busy_and_waiting_add_up(rounds):
     blocks = [part(0.3, 0.2, start=0.2, forward=0.1), *[part(start=0.7, forward=0.6, backward=0.9, reduce=1.1)] * 3]
-    for peel in (True, False):
-        timeline = step(*blocks, part(0.5, 0.5, end=1.0), rounds=rounds, peel=peel)
+    for peel, num_beside in itertools.product((True, False), (None, 1, 2)):
+        timeline = step(*blocks, part(0.5, 0.5, end=1.0), rounds=rounds, peel=peel, num_beside=num_beside)
         assert timeline.step_s == pytest.approx(timeline.compute_s + timeline.exposed_s)
 
 

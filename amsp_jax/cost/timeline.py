@@ -58,6 +58,7 @@ class StepTimes:
       overlap_slowdown: compute time beside a collective over compute time alone.
       num_start_parts, num_end_parts: adjacent parts whose collectives of once a step travel as one.
       is_grouped: what is said of a microbatch here is of a group of several, in the order of `breadth.py`.
+      num_beside: of a group, how many messages run beside one part's loop; None: as many as there is time for.
     """
 
     parts: Sequence[PartTimes]
@@ -68,6 +69,7 @@ class StepTimes:
     num_end_parts: int = 1
     end_window: int | None = None
     is_grouped: bool = False
+    num_beside: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +130,7 @@ def simulate(times: StepTimes, rounds: int, peel: bool, record: bool = False) ->
         no microbatch, unless there is one alone.
       record: keep the events.
     """
-    streams = _Streams(times.overlap_slowdown, record)
+    streams = _Streams(times.overlap_slowdown, record, times.num_beside)
     loop_trips = 0
     one_round = _group if times.is_grouped else _microbatch
     if rounds == 1:
@@ -147,6 +149,9 @@ def simulate(times: StepTimes, rounds: int, peel: bool, record: bool = False) ->
     streams.compute("optimizer", 0, times.optimizer_s)
     return streams.timeline(loop_trips)
 
+
+BESIDE_A_LOOP = 1
+"""`StepTimes.num_beside` as compiled for H100 (jax 0.11.2): of two that could run beside a block, one does."""
 
 _PRIORITY = {Phase.START: 0, Phase.FORWARD: 1, Phase.BACKWARD: 1, Phase.REDUCE: 2, Phase.END: 3}
 _NAMES = {
@@ -199,8 +204,11 @@ def _group(streams: _Streams, times: StepTimes, starts: bool, ends: bool, adds: 
     """As `_microbatch`, of a group: forward and backward of every part, each on all microbatches of the group.
 
     A part's gathers begin once the part two before it has run, forward and backward, with that of its P shard in the
-    first group. Its gradients are reduced after those of the part behind it, and hold a block back that is
-    `window` earlier.
+    first group. Its gradients are reduced after those of the part behind it, and hold a block back that is `window`
+    earlier.
+
+    To XLA a part's loop is one operation. It starts `num_beside` messages before it and ends them after it; others
+    that are there by then run with nothing beside them.
     """
     parts, last = times.parts, len(times.parts) - 1
 
@@ -268,11 +276,16 @@ class _Message:
 
 
 class _Wire:
-    """The communication stream: what may run, what runs next, what has run."""
+    """The communication stream: what may run, what runs next, what has run.
 
-    def __init__(self, record: bool) -> None:
+    Args:
+      record: keep the events.
+      in_order: what may run first runs first; else what is more urgent.
+    """
+
+    def __init__(self, record: bool, in_order: bool) -> None:
         self.free_at = self.busy_s = 0.0
-        self.record = record
+        self.record, self.in_order = record, in_order
         self.pending: set[Key] = set()
         self.done: dict[Key, float] = {}
         self.events: list[Event] = []
@@ -306,7 +319,7 @@ class _Wire:
         assert start is not None
         while self._later and self._later[0][0] <= start:
             _, count, message = heapq.heappop(self._later)
-            heapq.heappush(self._ready, (_PRIORITY[message.key[0]], count, message))
+            heapq.heappush(self._ready, (0 if self.in_order else _PRIORITY[message.key[0]], count, message))
         message = heapq.heappop(self._ready)[2]
         self._finish(message, start, start + message.seconds)
         return start
@@ -322,10 +335,17 @@ class _Wire:
 
 
 class _Streams:
-    """Both streams; the compute stream's clock is the program's."""
+    """Both streams; the compute stream's clock is the program's.
 
-    def __init__(self, slowdown: float, record: bool) -> None:
-        self.slowdown, self.wire, self.record = slowdown, _Wire(record), record
+    Args:
+      slowdown: of compute beside a collective.
+      record: keep the events.
+      num_beside: as in `StepTimes`.
+    """
+
+    def __init__(self, slowdown: float, record: bool, num_beside: int | None = None) -> None:
+        self.slowdown, self.wire, self.record = slowdown, _Wire(record, num_beside is not None), record
+        self.num_beside = num_beside
         self.now_s = self.compute_s = self.exposed_s = 0.0
         self.events: list[Event] = []
 
@@ -342,6 +362,8 @@ class _Streams:
     def compute(self, what: str, index: int, seconds: float, needs: tuple[Key, ...] = ()) -> None:
         """Computes once `needs` have run, slower while a collective runs."""
         self._wait_for(needs)
+        if self.num_beside is not None:
+            self._run_others(self.num_beside)
         start, left = self.now_s, seconds
         left = self._beside_running(left)
         while left > 0 and (began := self.wire.next_start()) is not None and began < self.now_s + left:
@@ -352,6 +374,14 @@ class _Streams:
         self.compute_s += self.now_s - start
         if self.record and seconds > 0:
             self.events.append(Event("compute", f"{what} {index}", start, self.now_s))
+        if self.num_beside is not None:
+            self._wait_until(self.wire.free_at)
+
+    def _run_others(self, num_beside: int) -> None:
+        """Waits for messages that are there, until so many are left."""
+        while len(self.wire.pending) > num_beside:
+            self.wire.run_next()
+            self._wait_until(self.wire.free_at)
 
     def _beside_running(self, left: float) -> float:
         """Computes while the running collective lasts; returns what is left to compute."""
@@ -372,8 +402,12 @@ class _Streams:
             at = max(at, self.wire.done.get(key, 0.0))
         while (began := self.wire.next_start()) is not None and began < at:
             self.wire.run_next()
-        self.exposed_s += at - self.now_s
-        self.now_s = at
+        self._wait_until(at)
+
+    def _wait_until(self, at_s: float) -> None:
+        if at_s > self.now_s:
+            self.exposed_s += at_s - self.now_s
+            self.now_s = at_s
 
     def join(self) -> None:
         """Waits for everything on both streams."""

@@ -20,7 +20,7 @@ from amsp_jax.cost.ranks import Share, shares
 from amsp_jax.cost.sketch import Sketch
 from amsp_jax.cost.storage import leaf_counts
 from amsp_jax.cost.ticks import Chunks, OnceTimes, pipeline_timeline, tick_counts
-from amsp_jax.cost.timeline import PartTimes, StepTimes, Timeline, simulate
+from amsp_jax.cost.timeline import BESIDE_A_LOOP, PartTimes, StepTimes, Timeline, simulate
 from amsp_jax.cost.trace import ModelTrace, trace_model
 from amsp_jax.errors import UserError
 from amsp_jax.model import Params
@@ -366,8 +366,8 @@ class Scorer:
         plan, parts = self.plan(degrees, parallel), self.parts(degrees, parallel)
         times = self._part_times(candidate)
         _, blocks, _ = self.sketch.model.split(plan.leaves)
-        is_grouped = candidate.group > 1
         # The order of a group leaves nothing of several parts to be combined.
+        is_grouped = candidate.group > 1
         return StepTimes(
             parts=[times[kind] for kind in parts.order],
             optimizer_s=self._optimizer_s(degrees, parallel),
@@ -377,6 +377,7 @@ class Scorer:
             num_start_parts=1 if is_grouped else degrees.params.total,
             num_end_parts=1 if is_grouped else self._num_end_parts(degrees),
             is_grouped=is_grouped,
+            num_beside=BESIDE_A_LOOP if is_grouped else None,
         )
 
     def _num_end_parts(self, degrees: Degrees) -> int:
