@@ -135,14 +135,12 @@ def test_devices_without_a_target(kind):
         absent.target_of(kind)
 
 
-@needs_plugin
-@apart
-def test_the_command_prints_xla_beside_the_planner():
+def check_command(flags):
     """Arguments and collectives are exact; memory and what hides a collective are shown."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         run(
             "compile --model llama-tiny --model-overrides {'num_layers':2,'hidden':256,'ffn':512} --cluster h100 "
-            "--nodes 2 --strategy mics(8) --global-batch 48 --seq-len 128"
+            f"--nodes 2 --strategy mics(8) --global-batch 48 --seq-len 128{flags}"
         )
     out = printed.getvalue()
     assert re.search(r"^arguments +([\d.]+) +\1 +[+-]0.0%$", out, re.MULTILINE)
@@ -152,6 +150,18 @@ def test_the_command_prints_xla_beside_the_planner():
     }  # fmt: skip
     assert all(arrays in (planned, "packed") and size == expected for _, _, arrays, planned, size, expected in rows)
     assert "for 16 NVIDIA H100" in out and "synchronous" in out
+
+
+@needs_plugin
+@apart
+def test_the_command_prints_xla_beside_the_planner():
+    check_command("")
+
+
+@needs_plugin
+@apart
+def test_the_command_prints_a_group_of_microbatches():
+    check_command(" --microbatch-group 3")
 
 
 def test_the_command_refuses_what_cannot_be_compiled():
