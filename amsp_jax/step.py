@@ -388,8 +388,9 @@ def _accumulate(microbatches: _Microbatches, data: Any, params: Params, zero: ja
         shapes = jax.eval_shape(run, shards, item(0))
         total, start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), 0
     if stop - start == 1:
-        # A loop of one trip is inlined, and XLA would add the two gradients before it reduces them, both whole.
-        total = lax.optimization_barrier(total)
+        # A loop of one trip is inlined. XLA would begin it beside the first microbatch, whose activations are still
+        # there, and would add the two gradients before it reduces them, both whole.
+        total, shards = lax.optimization_barrier((total, shards))
     if stop > start:
         total = loop(start, stop, total)
     if not peels_last:

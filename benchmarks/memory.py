@@ -138,6 +138,7 @@ GROUPED = [
     Setting("llama-1b", 16, "zero1", "projections", 2, 4, group=4),
     Setting("llama-1b", 16, "zero3", "full", 4, 8, group=4),
     Setting("llama-1b", 16, "mics", "projections", 2, 8, 2, group=2),
+    Setting("llama-1b", 16, "mics", "projections", 2, 6, 2, group=2),
     Setting("llama-1b", 16, "zero2", "none", 2, 4, group=4),
     Setting("llama-1b", 16, "zero1", "projections", 2, 4, group=4, is_tied=True),
     Setting("llama-1b", 16, "zero3", "full", 2, 12, group=4, is_tied=True),
