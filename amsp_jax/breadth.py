@@ -151,41 +151,49 @@ class _Block:
 
         def one(x: Any, batch: Batch, key: jax.Array) -> Any:
             run_again = jax.checkpoint(run, policy=kept, prevent_cse=False)
-            y, vjp = jax.vjp(lambda sinks, x: run_again(sinks, x, whole, batch, key), _zeros(whole), x)
+            floats, joined = _floats(x)
+
+            def differentiable(sinks: Params, floats: list[jax.Array]) -> Any:
+                y = run_again(sinks, joined(floats), whole, batch, key)
+                return _floats(y)[0], y
+
+            _, vjp, y = jax.vjp(differentiable, _zeros(whole), floats, has_aux=True)
             saved, self.structure = jax.tree.flatten(vjp)
-            # Neither parameters, which are gathered again, nor `x` are kept a second time.
-            known = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((whole, x)))}
+            # Neither parameters, which are gathered again, nor what the block was given are kept a second time.
+            known = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((whole, x, batch, key)))}
             self.known = [known.get(id(leaf)) for leaf in saved]
             return y, [leaf for leaf, i in zip(saved, self.known, strict=True) if i is None]
 
-        self.x = x
-        y, self.saved = self.loop.each(one, x, batch, keys)
+        self.given = x, batch, keys
+        y, self.saved = self.loop.each(one, *self.given)
         return y
 
-    def backward(self, cotangent: Any, ready: Any) -> tuple[Params, Any]:
-        """The float32 gradient of whole parameters, gathered again once `ready` is there, and x's cotangent."""
+    def backward(self, cotangents: list[jax.Array], ready: Any) -> tuple[Params, list[jax.Array]]:
+        """The float32 gradient of whole parameters, gathered again once `ready` is there, and x's cotangents."""
         whole = self.group.whole(self.leaves, after(ready, self.shards))
 
-        def one(cotangent: Any, x: Any, saved: list[Any]) -> Any:
-            known, others = jax.tree.leaves((whole, x)), iter(saved)
+        def one(cotangents: list[jax.Array], given: Any, saved: list[Any]) -> Any:
+            known, others = jax.tree.leaves((whole, given)), iter(saved)
             leaves = [next(others) if i is None else known[i] for i in self.known]
-            return jax.tree.unflatten(self.structure, leaves)(cotangent)
+            return jax.tree.unflatten(self.structure, leaves)(cotangents)
 
-        return self.loop.sum(one, cotangent, self.x, self.saved)
+        return self.loop.sum(one, cotangents, self.given, self.saved)
 
 
 def _head(part: Part, params: Any, x: Any, batch: Batch, keys: jax.Array, loop: _Loop) -> tuple[LossOutput, Any, Any]:
     """(sums, gradients of `params`, cotangents of `x`): a microbatch's backward pass follows its forward pass, as the
     logits of a whole group would be large."""
 
-    def loss(sinks: Any, x: Any, batch: Batch, key: jax.Array) -> Any:
-        (total, weight), aux = part.apply(*_used(params, sinks), x, batch, key)
-        return total, (weight, aux)
-
     def one(x: Any, batch: Batch, key: jax.Array) -> Any:
+        floats, joined = _floats(x)
+
+        def loss(sinks: Any, floats: list[jax.Array]) -> Any:
+            (total, weight), aux = part.apply(*_used(params, sinks), joined(floats), batch, key)
+            return total, (weight, aux)
+
         differentiate = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-        (total, (weight, aux)), (grad, cotangent) = differentiate(_zeros(params), x, batch, key)
-        return (((total, weight), aux), grad), cotangent
+        (total, (weight, aux)), (grad, cotangents) = differentiate(_zeros(params), floats)
+        return (((total, weight), aux), grad), cotangents
 
     (sums, grad), cotangents = loop.sum(one, x, batch, keys)
     return sums, grad, cotangents
@@ -196,9 +204,9 @@ def _embed_grad(
 ) -> Params:
     """The gradient of the embedding, added to `grad`, that of a tied head."""
 
-    def one(cotangent: Any, batch: Batch, key: jax.Array) -> Any:
-        _, vjp = jax.vjp(lambda sinks: part.apply(_used(params, sinks), batch, key), _zeros(params))
-        return vjp(cotangent)[0], None
+    def one(cotangents: list[jax.Array], batch: Batch, key: jax.Array) -> Any:
+        _, vjp = jax.vjp(lambda sinks: _floats(part.apply(_used(params, sinks), batch, key))[0], _zeros(params))
+        return vjp(cotangents)[0], None
 
     return loop.sum(one, cotangents, batch, keys, start=grad)[0]
 
@@ -209,6 +217,27 @@ def _used(params: Params, sinks: Params) -> Params:
 
 def _zeros(params: Params) -> Params:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+
+
+def _floats(x: Any) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:
+    """The floating-point leaves of what flows between parts, which alone have cotangents, and a function that puts
+    such leaves in their place."""
+    leaves, structure = jax.tree.flatten(x)
+    places = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jax.typeof(leaf).dtype, jnp.inexact)]
+
+    def joined(floats: list[jax.Array]) -> Any:
+        put = dict(zip(places, floats, strict=True))
+        return jax.tree.unflatten(structure, [put.get(i, leaf) for i, leaf in enumerate(leaves)])
+
+    return [leaves[i] for i in places], joined
+
+
+def _spread(zero: jax.Array, like: jax.ShapeDtypeStruct, *leading: int) -> jax.Array:
+    """An array [*leading, ...] of zeros, made of `zero`; of random keys, which come of no number, as a constant."""
+    shape = (*leading, *like.shape)
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return lax.full(shape, 0, like.dtype)
+    return jnp.broadcast_to(zero.astype(like.dtype), shape)
 
 
 class _Loop:
@@ -234,9 +263,6 @@ class _Loop:
         def item(i: Any) -> Any:
             return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), items)
 
-        def zeros(like: jax.ShapeDtypeStruct, *leading: int) -> jax.Array:
-            return jnp.broadcast_to(zero.astype(like.dtype), (*leading, *like.shape))
-
         def body(_: Any, carry: Any) -> Any:
             sums, stacks, i = carry
             terms, result = function(*item(i))
@@ -245,7 +271,7 @@ class _Loop:
 
         count = jax.tree.leaves(items)[0].shape[0]
         terms, result = jax.eval_shape(lambda: function(*item(0)))
-        sums = jax.tree.map(zeros, terms) if start is None else start
-        stacks = jax.tree.map(lambda like: zeros(like, count), result)
+        sums = jax.tree.map(lambda like: _spread(zero, like), terms) if start is None else start
+        stacks = jax.tree.map(lambda like: _spread(zero, like, count), result)
         sums, stacks, _ = lax.fori_loop(0, count, body, (sums, stacks, zero))
         return sums, stacks

@@ -13,7 +13,7 @@ from test_overlap import GIB, SMALL_BYTES, alone
 from amsp_jax import absent, hlo
 from amsp_jax.errors import UserError
 from amsp_jax.hlo.text import parse
-from amsp_jax.model import Model
+from amsp_jax.model import Model, Part
 from amsp_jax.optimizer import make_optimizer
 from amsp_jax.parallel import ModelParallel
 from amsp_jax.plan import make_plan, plan_model
@@ -98,6 +98,42 @@ def test_a_model_without_blocks_and_with_randomness_and_aux():
     (sums, grads), (expected_sums, expected) = (gradients(model, StepSettings(group=g)) for g in (3, 1))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), sums, expected_sums)
     assert sums.aux["rows"] == oracle.ROWS and distance(grads, expected) < 1e-6
+
+
+def with_dropout_and_positions():
+    """What flows between its blocks, which drop elements, holds integers, random keys and masks, too."""
+
+    def embed(params, batch, rng):
+        return {
+            "hidden": params["w"][batch["tokens"]],
+            "positions": jnp.cumsum(batch["tokens"] % 3, axis=-1),
+            "keys": rng,
+            "is_token": batch["weights"] > 0,
+        }
+
+    def block(params, x, batch, rng):
+        kept = jax.vmap(lambda one, other: jax.random.bernoulli(one, shape=(8,)) | jax.random.bernoulli(other))
+        y = jnp.where((x["is_token"] & kept(rng, x["keys"]))[..., None], jnp.tanh(x["hidden"] @ params["w"]), 0)
+        return {**x, "hidden": x["hidden"] + y + jnp.sin(x["positions"].astype(y.dtype))[..., None] * y}
+
+    def head(params, embed, x, batch, rng):
+        losses = jnp.sum((x["hidden"] @ params["w"]) ** 2, axis=-1)
+        return (jnp.sum(batch["weights"] * losses), jnp.sum(batch["weights"])), {}
+
+    def part(apply, *shape):
+        return Part(lambda key: {"w": jax.random.normal(key, shape)}, apply)
+
+    blocks = (part(block, 12, 12), Part(lambda key: {}, lambda params, x, batch, rng: x), part(block, 12, 12))
+    return Model(name="own", embed=part(embed, 61, 12), blocks=blocks, head=part(head, 12, 20))
+
+
+@pytest.mark.parametrize("remat", list(Remat))
+def test_what_flows_between_blocks_may_be_no_number(remat):
+    model = with_dropout_and_positions()
+    settings = [StepSettings(group=group, remat=remat) for group in (3, 1)]
+    (sums, grads), (expected_sums, expected) = (gradients(model, each) for each in settings)
+    np.testing.assert_allclose(sums.loss, expected_sums.loss, rtol=1e-6)
+    assert distance(grads, expected) < 1e-6
 
 
 def test_gradients_narrower_between_nodes():

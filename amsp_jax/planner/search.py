@@ -58,7 +58,9 @@ def search(
     limit = cluster.memory_bytes if memory_bytes is None else memory_bytes
     scorer = Scorer(workload, cluster, objective)
     if objective is Objective.PAPER and space.groups != (1,):
-        raise UserError("--objective paper knows no groups of microbatches; leave --microbatch-group at 1")
+        raise UserError(
+            "--objective paper knows no groups of microbatches; leave --microbatch-group, and group of --search"
+        )
     if not space.is_data_parallel:
         return _search_layouts(scorer, space, limit, num_exact)
     ranked: list[Estimate] = []
