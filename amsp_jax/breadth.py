@@ -123,6 +123,8 @@ def group_grads(
 
 def check_group(group: int, num_microbatches: int, num_stages: int = 1) -> None:
     """Raises UserError unless the microbatches of a step are in groups of this size."""
+    if group < 1:
+        raise UserError(f"MICROBATCH_GROUP={group}: it must be at least 1")
     if group > 1 and num_stages > 1:
         raise UserError(
             f"MICROBATCH_GROUP={group} with PIPELINE={num_stages}: a pipeline has an order of its own, SCHEDULE; leave "

@@ -31,6 +31,9 @@ from amsp_jax.plan import Plan, plan_model
 from amsp_jax.step import Remat, StepSettings
 from models.registry import build_model
 
+_SETTINGS = {"group": "MICROBATCH_GROUP"}
+"""Of train.py, where their names are not those of the flags here."""
+
 
 def parse_args() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -47,7 +50,7 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--no_peel", action="store_true")
     p.add_argument("--attention", default="cudnn")
     for name in ("tensor", "pipeline", "context", "virtual_stages", "group"):
-        p.add_argument(f"--{name}", type=int, default=1, help=f"{name.upper()} of train.py")
+        p.add_argument(f"--{name}", type=int, default=1, help=f"{_SETTINGS.get(name, name.upper())} of train.py")
     p.add_argument("--schedule", default="1f1b")
     p.add_argument("--steps", type=int, default=20)
     p.add_argument("--warmup", type=int, default=3)

@@ -146,6 +146,7 @@ def test_gradients_narrower_between_nodes():
     ("group", "microbatches", "stages", "message"),
     [
         (4, 6, 1, "MICROBATCH_GROUP=4, but a step has 6 microbatches on .* set it to 2 or 3 or 6, or to 1"),
+        (0, 1, 1, "MICROBATCH_GROUP=0: it must be at least 1"),
         (2, 1, 1, "a step has 1 microbatch on .* leave it at 1"),
         (2, 4, 2, "MICROBATCH_GROUP=2 with PIPELINE=2: a pipeline has an order of its own"),
     ],
