@@ -11,7 +11,7 @@ from amsp_jax.calibrate import ProgressLine, calibrated, running_cluster
 from amsp_jax.cluster import CLUSTERS, Cluster, differences, load_cluster
 from amsp_jax.config import TrainConfig
 from amsp_jax.errors import UserError
-from amsp_jax.job import optimizer_of
+from amsp_jax.job import batch_of, optimizer_of
 from amsp_jax.launch import Layout, from_process_0
 from amsp_jax.metrics import TRAIN_FILE, read_rows
 from amsp_jax.model import Model
@@ -64,8 +64,9 @@ def choose(config: TrainConfig, model: Model, layout: Layout) -> Choice:
     Every process calls it, and gets process 0's choice.
 
     Raises:
-      UserError: no strategy fits; the cluster file is broken.
+      UserError: no strategy fits; the batch does not divide; the cluster file is broken.
     """
+    batch_of(config, model, layout)
     if layout.cluster().num_devices == 1:
         return Choice(strategy="ddp", lines=("one device has one strategy, ddp",), prediction=None)
     cluster, notes = _cluster(config, layout)

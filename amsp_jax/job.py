@@ -56,15 +56,20 @@ class Job:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines on what has no effect under this plan."""
-        axes = self.plan.axes
+        """Lines on what has no effect, or not all of it, under this plan."""
+        axes, parallel, lines = self.plan.axes, self.plan.parallel, []
         is_between_nodes = any(level(axis) == "inter" for axis in axes.param + axes.grad + axes.opt)
-        if is_between_nodes or not self.settings.reduction.is_narrower_between_nodes:
-            return ()
-        return (
-            f"INTER_NODE_DTYPE={self.config.inter_node_dtype} has no effect: {self.plan.degrees} on "
-            f"{self.plan.degrees.ranks} shards nothing over nodes; all-reduces are in REDUCE_DTYPE",
-        )
+        if self.settings.reduction.is_narrower_between_nodes and not is_between_nodes:
+            lines.append(
+                f"INTER_NODE_DTYPE={self.config.inter_node_dtype} has no effect: {self.plan.degrees} on "
+                f"{self.plan.degrees.ranks} shards nothing over nodes; all-reduces are in REDUCE_DTYPE"
+            )
+        if self.settings.group > 1 and parallel.tensor * parallel.context > 1:
+            lines.append(
+                f"MICROBATCH_GROUP={self.settings.group} with TENSOR={parallel.tensor}, CONTEXT={parallel.context}: fewer "
+                "gathers and reductions, but XLA runs none of them beside loops that have collectives of their own"
+            )
+        return tuple(lines)
 
     def load_batch(self, dataset: TokenDataset, step: int) -> dict[str, jax.Array]:
         """The global batch of the step that counts `step` steps before it, on its devices."""
@@ -91,10 +96,7 @@ def prepare(config: TrainConfig, model: Model, vocab_size: int, layout: Layout) 
     """
     parallel, ranks = parallel_of(config), ranks_of(config, model, layout)
     plan = plan_model(config.strategy, model, ranks, layout.devices, config.compute_dtype, parallel)
-    check_sequence(config.seq_len, config.context, config.tensor)
-    batch = batch_shape(config.global_batch, config.microbatch, ranks.total, config.seq_len, parallel.total)
-    check_stages(config, model, batch.accumulation)
-    check_group(config.microbatch_group, batch.accumulation, config.pipeline)
+    batch = batch_of(config, model, layout)
     require_memory(plan, layout.memory_bytes)
     optimizer = optimizer_of(config)
     # Of several processes one trains the tokenizer and fills the cache.
@@ -151,6 +153,20 @@ def ranks_of(config: TrainConfig, model: Model, layout: Layout) -> DataRanks:
     """
     max_stages = len(model.blocks) // config.virtual_stages
     return parallel_of(config).data_ranks(layout.num_nodes, layout.devices_per_node, max_stages)
+
+
+def batch_of(config: TrainConfig, model: Model, layout: Layout) -> BatchShape:
+    """How a step's batch is cut up.
+
+    Raises:
+      UserError: the sequence, the batch, the pipeline's schedule or groups of microbatches do not divide.
+    """
+    ranks, parallel = ranks_of(config, model, layout), parallel_of(config)
+    check_sequence(config.seq_len, config.context, config.tensor)
+    batch = batch_shape(config.global_batch, config.microbatch, ranks.total, config.seq_len, parallel.total)
+    check_stages(config, model, batch.accumulation)
+    check_group(config.microbatch_group, batch.accumulation, config.pipeline)
+    return batch
 
 
 def check_stages(config: TrainConfig, model: Model, num_microbatches: int) -> None:

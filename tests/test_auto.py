@@ -61,6 +61,13 @@ def config(*flags):
     return cli.load_config(line.gin_files, line.bindings).config
 
 
+def test_a_batch_that_does_not_divide_is_told_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(auto, "calibrated", None)
+    settings = config("--gin.MICROBATCH=1", "--gin.MICROBATCH_GROUP=4")
+    with pytest.raises(UserError, match="MICROBATCH_GROUP=4, but a step has 2 microbatches"):
+        auto.choose(settings, cli.build_model(settings).model, FakeLayout())
+
+
 def test_the_choice_is_a_strategy_of_the_devices_with_its_prediction(cluster_file):
     settings = config(f"--gin.CLUSTER={cluster_file}")
     choice = auto.choose(settings, cli.build_model(settings).model, FakeLayout())

@@ -206,6 +206,15 @@ def test_a_dtype_between_nodes_without_effect_is_told(
     assert ("INTER_NODE_DTYPE=bfloat16 has no effect: " in capsys.readouterr().out) == is_told
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_what_groups_lose_beside_tensor_ranks_is_told(
+    tensor: int, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [f"--gin.DATA={corpus}", "--gin.STRATEGY=zero1", "--gin.MICROBATCH=1", f"--gin.TENSOR={tensor}"]
+    assert train.main([*MICRO, *flags, "--gin.GLOBAL_BATCH=16", "--gin.MICROBATCH_GROUP=2", "--dry-run"]) == 0
+    assert ("MICROBATCH_GROUP=2 with TENSOR=2, CONTEXT=1: " in capsys.readouterr().out) == (tensor == 2)
+
+
 @pytest.mark.parametrize(
     ("flags", "last", "message"),
     [

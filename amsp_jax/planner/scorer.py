@@ -377,7 +377,7 @@ class Scorer:
             num_start_parts=1 if is_grouped else degrees.params.total,
             num_end_parts=1 if is_grouped else self._num_end_parts(degrees),
             is_grouped=is_grouped,
-            num_beside=BESIDE_A_LOOP if is_grouped else None,
+            num_beside=_num_beside(candidate) if is_grouped else None,
         )
 
     def _num_end_parts(self, degrees: Degrees) -> int:
@@ -440,6 +440,11 @@ def _repeated(part: PartTimes, times: int, forward_s: float, backward_s: float) 
         inline_forward_s=times * part.inline_forward_s,
         inline_backward_s=times * part.inline_backward_s,
     )
+
+
+def _num_beside(candidate: Candidate) -> int:
+    """Of a group: XLA lets no collective run beside a loop that has its own, over tensor or context ranks."""
+    return BESIDE_A_LOOP if candidate.parallel.tensor * candidate.parallel.context == 1 else 0
 
 
 def by_phase(costs: Sequence[tuple[Collective, float]]) -> dict[Phase, tuple[float, ...]]:
