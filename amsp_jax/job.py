@@ -66,8 +66,8 @@ class Job:
             )
         if self.settings.group > 1 and parallel.tensor * parallel.context > 1:
             lines.append(
-                f"MICROBATCH_GROUP={self.settings.group} with TENSOR={parallel.tensor}, CONTEXT={parallel.context}: fewer "
-                "gathers and reductions, but XLA runs none of them beside loops that have collectives of their own"
+                f"MICROBATCH_GROUP={self.settings.group} with TENSOR={parallel.tensor}, CONTEXT={parallel.context}: "
+                "fewer gathers and reductions, but XLA runs none of them beside loops with collectives of their own"
             )
         return tuple(lines)
 
