@@ -26,6 +26,7 @@ from amsp_jax.strategy import DataRanks, parse
 
 MIXED = "params=2x1 grads=4x1 opt_state=4x2"
 STRATEGIES = ["zero1", "zero2", "zero3", "mics(2)", MIXED]
+QUICK = [("zero1", 4), ("zero3", 2), (MIXED, 2)]
 
 
 # --- collectives
@@ -42,9 +43,14 @@ def check(strategy, accumulation, group):
     assert counts == predicted(plan, accumulation // group)
 
 
-@pytest.mark.parametrize("group", [2, 4])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "group"), QUICK)
 def test_a_step_of_groups_has_the_predicted_collectives(strategy, group):
+    check(strategy, 4, group)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "group"), sorted({*itertools.product(STRATEGIES, (2, 4))} - {*QUICK}))
+def test_groups_of_every_strategy_have_the_predicted_collectives(strategy, group):
     check(strategy, 4, group)
 
 
