@@ -82,8 +82,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def compiled(job: Job, part: Part) -> Any:
     """The step with this part of the overlap."""
-    peeled = part.settings()
-    chosen = dataclasses.replace(job.settings, peel_first=peeled.peel_first, peel_last=peeled.peel_last)
+    chosen = dataclasses.replace(job.settings, peel_first=part.peel_first, peel_last=part.peel_last)
     options = part.options(job.layout, job.model, job.plan)
     return measure.compile_step(job.model, job.plan, chosen, job.batch.shape, options, job.optimizer).program
 
