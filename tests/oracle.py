@@ -177,6 +177,12 @@ def assert_equal_states(a: TrainState, b: TrainState, *, largest: bool, zero_gra
             assert np.max(np.abs(x - y), initial=0) <= 1e-5 * np.max(np.abs(y), initial=0), name
 
 
+def difference(found: Any, expected: Any) -> float:
+    """Of two trees the largest of any leaf, relative to its norm."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs if np.any(b))
+
+
 def assert_equal_metrics(a: list[Any], b: list[Any]) -> None:
     """Loss and gradient norm of every step to 1e-5, the number of tokens exactly."""
     for x, y in zip(a, b, strict=True):

@@ -7,7 +7,7 @@ import oracle
 import parallel_rows
 import pytest
 from apart import apart, needs_plugin
-from oracle import Run, assert_equal_metrics, assert_equal_states, batches, one_device, plan_for
+from oracle import Run, assert_equal_metrics, assert_equal_states, batches, difference, one_device, plan_for
 from test_overlap import GIB, SMALL_BYTES, alone
 
 from amsp_jax import absent, hlo
@@ -77,12 +77,6 @@ def gradients(model, settings):
     return jax.device_get(Run(model, plan, settings).grads(state.params, batch, 7, state.step))
 
 
-def distance(found, expected):
-    """The largest of any leaf, relative to its norm."""
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    return max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs if np.any(b))
-
-
 def test_a_model_without_blocks_and_with_randomness_and_aux():
     """Each row has its own key, whatever the group; aux leaves are added up."""
 
@@ -97,7 +91,7 @@ def test_a_model_without_blocks_and_with_randomness_and_aux():
     model = Model.from_loss(loss, init)
     (sums, grads), (expected_sums, expected) = (gradients(model, StepSettings(group=g)) for g in (3, 1))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), sums, expected_sums)
-    assert sums.aux["rows"] == oracle.ROWS and distance(grads, expected) < 1e-6
+    assert sums.aux["rows"] == oracle.ROWS and difference(grads, expected) < 1e-6
 
 
 def with_dropout_and_positions():
@@ -133,13 +127,13 @@ def test_what_flows_between_blocks_may_be_no_number(remat):
     settings = [StepSettings(group=group, remat=remat) for group in (3, 1)]
     (sums, grads), (expected_sums, expected) = (gradients(model, each) for each in settings)
     np.testing.assert_allclose(sums.loss, expected_sums.loss, rtol=1e-6)
-    assert distance(grads, expected) < 1e-6
+    assert difference(grads, expected) < 1e-6
 
 
 def test_gradients_narrower_between_nodes():
     settings = [StepSettings(group=g, inter_node_dtype=d) for g, d in ((3, "bfloat16"), (3, None))]
     (_, found), (_, expected) = (gradients(oracle.model("llama"), each) for each in settings)
-    assert 0 < distance(found, expected) < 2.0**-8
+    assert 0 < difference(found, expected) < 2.0**-8
 
 
 @pytest.mark.parametrize(

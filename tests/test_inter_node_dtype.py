@@ -10,7 +10,7 @@ import oracle
 import parallel_rows
 import pytest
 from apart import apart, needs_plugin
-from oracle import Run, batches, plan_for
+from oracle import Run, batches, difference, plan_for
 from test_collectives import lowered
 from test_communication import FLOAT32, parts_of, predicted
 
@@ -47,12 +47,6 @@ def gradients(plan, settings, accumulation=1, model=None, batch=None):
     batch = batch or batches(steps=1)[0]
     _, grads = run.grads(state.params, oracle.placed(plan, batch, accumulation), 0, state.step)
     return jax.device_get(grads)
-
-
-def difference(found, expected):
-    """The largest, of any leaf, relative to its norm."""
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    return max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs if np.any(b))
 
 
 # The numbers
