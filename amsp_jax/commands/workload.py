@@ -40,7 +40,11 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-len", type=int, default=4096, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--microbatch", type=int, default=1, help="sequences a device computes at once (default: 1)")
     parser.add_argument(
-        "--microbatch-group", type=int, default=1, metavar="N", help="microbatches in each block in turn (default: 1)"
+        "--microbatch-group",
+        type=int,
+        default=1,
+        metavar="N",
+        help="microbatches that go through each block before the next (default: 1)",
     )
     parser.add_argument("--remat", default="projections", choices=list(Remat), help="(default: %(default)s)")
     parser.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS), help="(default: %(default)s)")
