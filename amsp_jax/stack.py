@@ -99,7 +99,7 @@ def reduction_window(leaves: Params, is_last: bool = False) -> int | None:
     """How many blocks a gradient's reduction may lag; None where blocks reduce nothing.
 
     In the last microbatch of a step what is reduced once counts, too. Chosen on compiled schedules: 6 where other
-    collectives need the network between reductions, as with 4 and fewer those turned synchronous; 8 where only
+    collectives need the network between reductions, as with 4 and fewer those turned synchronous; 4 where only
     gradients are sharded; 3 for reductions of once a step alone, which then begin early enough on a slow network.
     """
     plans: list[LeafPlan] = jax.tree.leaves(leaves)
@@ -108,7 +108,7 @@ def reduction_window(leaves: Params, is_last: bool = False) -> int | None:
         return 6 if has_params or has_grads else 3
     if has_params:
         return 6
-    return 8 if has_grads else None
+    return 4 if has_grads else None
 
 
 def run_blocks(
@@ -173,7 +173,7 @@ def _stack(applies: Sequence[Callable[..., Any]], window: int | None) -> Callabl
             ready = cotangents[max(0, len(cotangents) - 2)]
             late = len(grads) - window if window else -1
             if late >= 0:
-                vjp, grads[late] = after(ready, (vjp, grads[late]))
+                vjp, grads[late] = _after_reduction(ready, vjp, grads[late])
             else:
                 vjp = after(ready, vjp)
             grad, cotangent = vjp(cotangent)
@@ -187,6 +187,42 @@ def _stack(applies: Sequence[Callable[..., Any]], window: int | None) -> Callabl
 
 def _with_constants(apply: Any, shards: Params, batch: Batch, key: jax.Array, sinks: Params, x: Any) -> Any:
     return apply(sinks, x, shards, batch, key)
+
+
+def _after_reduction(ready: Any, vjp: Any, grads: Params) -> tuple[Any, Params]:
+    """`vjp`, which XLA may not touch before `ready` and the reduced gradients are there; and those gradients.
+
+    One number of each gradient passes the barrier in its place: gradients that did would be written out in float32
+    there, and read again by the optimizer.
+    """
+    leaves, structure = jax.tree.flatten(grads)
+    if not leaves:
+        return after(ready, vjp), grads
+    sign = sum(leaf[(0,) * leaf.ndim] for leaf in leaves)
+    vjp, sign = after(ready, (vjp, sign))
+    # XLA forgets a number that nothing uses. This one is 0, or NaN if a gradient is.
+    smallest = min(range(len(leaves)), key=lambda i: leaves[i].size)
+    leaves[smallest] = leaves[smallest] + jnp.minimum(jnp.abs(sign), 0)
+    return vjp, jax.tree.unflatten(structure, leaves)
+
+
+@jax.custom_vjp
+def together(x: Any, params: Params) -> tuple[Any, Params]:
+    """Both as they are. Backward, neither cotangent is used before both are there: a product that makes parameters'
+    gradients, which XLA would put off, does not keep its operands, and the reduction of its result begins."""
+    return x, params
+
+
+def _together_forward(x: Any, params: Params) -> tuple[tuple[Any, Params], None]:
+    return (x, params), None
+
+
+def _together_backward(residual: None, cotangents: tuple[Any, Params]) -> tuple[Any, Params]:
+    del residual
+    return after((), cotangents)
+
+
+together.defvjp(_together_forward, _together_backward)
 
 
 def after(ready: Any, tree: Any) -> Any:

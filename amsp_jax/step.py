@@ -25,7 +25,7 @@ from amsp_jax.parallel import CONTEXT, STAGE
 from amsp_jax.pipeline import make_pipeline
 from amsp_jax.plan import LeafPlan, Plan
 from amsp_jax.schedule import Schedule
-from amsp_jax.stack import Gather, Remat, policy, run_blocks
+from amsp_jax.stack import Gather, Remat, policy, run_blocks, together
 from amsp_jax.state import TrainState, abstract_state, true_state
 
 
@@ -340,8 +340,14 @@ def _block_keys(keys: jax.Array, number: int) -> jax.Array:
 
 
 def _head_of(model: Model, gather_tree: Gather, remat: Remat, leaves: Params) -> Callable[..., LossOutput]:
+    # The blocks' backward gathers, where there are any, are not to wait for the head's matrix gradient.
+    has_gathers = any(leaf.param_axes for leaf in jax.tree.leaves(leaves))
+
     def head(sinks: Params, shards: Params, embed: Params | None, x: Any, batch: Batch, keys: Any) -> LossOutput:
-        return model.head.apply(gather_tree(leaves, shards, sinks), embed, x, batch, keys)
+        params = gather_tree(leaves, shards, sinks)
+        if not has_gathers:
+            x, params = together(x, params)
+        return model.head.apply(params, embed, x, batch, keys)
 
     if model.blocks:
         return head

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 
 from amsp_jax import context, tensor
@@ -131,7 +132,9 @@ def _lookup_forward(
 def _lookup_backward(
     num_rows: int, dtype: DTypeLike, tokens_BS: jax.Array, grad_BSD: jax.Array
 ) -> tuple[jax.Array, None]:
-    zeros_VD = jnp.zeros((num_rows, grad_BSD.shape[-1]), jnp.float32)
+    # Zeros that wait for what is added to them: or XLA makes them long before.
+    zero, grad_BSD = lax.optimization_barrier((jnp.float32(0), grad_BSD))
+    zeros_VD = jnp.broadcast_to(zero, (num_rows, grad_BSD.shape[-1]))
     grad_VD = zeros_VD.at[tokens_BS].add(grad_BSD.astype(jnp.float32), mode="promise_in_bounds")
     return grad_VD.astype(dtype), None
 
