@@ -121,7 +121,7 @@ def test_a_run_leaves_what_it_should(finished: Finished) -> None:
     assert json.loads((finished.path / "environment.json").read_text())["num_devices"] == 8
     for text in (
         (finished.path / "plan.txt").read_text(),
-        "16 sequences of 16 = 256 tokens a step: 8 ranks x microbatch 2 x accumulation 1",
+        "16 sequences of 16 = 256 tokens a step: 8 ranks x microbatch 2 x accumulation 1\n",
         "XLA attention",
         f"validation loss: {validation[-1]['loss']:.4f}; before training it was {validation[0]['loss']:.4f}",
         "sample",
@@ -207,12 +207,14 @@ def test_a_dtype_between_nodes_without_effect_is_told(
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_what_groups_lose_beside_tensor_ranks_is_told(
+def test_groups_and_what_they_lose_beside_tensor_ranks_are_told(
     tensor: int, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [f"--gin.DATA={corpus}", "--gin.STRATEGY=zero1", "--gin.MICROBATCH=1", f"--gin.TENSOR={tensor}"]
     assert train.main([*MICRO, *flags, "--gin.GLOBAL_BATCH=16", "--gin.MICROBATCH_GROUP=2", "--dry-run"]) == 0
-    assert ("MICROBATCH_GROUP=2 with TENSOR=2, CONTEXT=1: " in capsys.readouterr().out) == (tensor == 2)
+    out = capsys.readouterr().out
+    assert ("MICROBATCH_GROUP=2 with TENSOR=2, CONTEXT=1: " in out) == (tensor == 2)
+    assert f" x accumulation {2 * tensor}, in groups of 2 microbatches\n" in out
 
 
 @pytest.mark.parametrize(
