@@ -136,6 +136,24 @@ def test_a_group_of_microbatches_is_planned_and_told(capsys):
     assert "every group: " in captured.err or "first group: " in captured.err
 
 
+def test_explain_tells_of_a_group_when_its_peak_is_and_what_its_loops_move(capsys):
+    asked = {"explain": "zero3", "global_batch": 64}
+    alone = json.loads(plan(capsys, "--json", **asked).out)
+    captured = plan(capsys, "--json", microbatch_group=4, **asked)
+    told = json.loads(captured.out)
+    groups = told["groups"]
+    assert (groups["ungrouped_peak_bytes"], groups["ungrouped_peak_at"]) == (
+        alone["memory_bytes"]["peak"], alone["memory_peak_at"],
+    )  # fmt: skip
+    peak = f"the peak is while {told['memory_peak_at']}; without groups it is "
+    assert told["memory_peak_at"] != alone["memory_peak_at"]
+    assert peak in captured.err and f"at another moment: while {alone['memory_peak_at']}\n" in captured.err
+    moved = groups["loop_forward_bytes"] + groups["loop_backward_bytes"]
+    assert f" of computing  {moved / 2**30:.2f}".split() == captured.err.split("as seen in programs")[0].split()[-3:]
+    assert 0 < groups["loop_s"] < told["compute_s"]
+    assert "groups" not in alone and "loops over groups" not in plan(capsys, **asked).out
+
+
 def test_what_is_searched_is_named_as_tune_names_it():
     assert set(SEARCHED) <= set(DIMENSIONS) and ALWAYS in DIMENSIONS
 

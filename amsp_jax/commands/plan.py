@@ -291,10 +291,11 @@ def _explain(args: argparse.Namespace, workload: Workload, cluster: Cluster) -> 
     candidate = candidate_of(args, args.explain, workload, cluster)
     scorer, limit = Scorer(workload, cluster), _limit(args, cluster)
     estimate, costs = scorer.estimate(candidate, record=True), scorer.message_costs(candidate)
-    text = f"{_asked(args)}\n{cluster_line(cluster)}\n\n{report.explanation(estimate, costs, limit)}\n"
+    told = estimate, costs, limit, scorer.group_cost(candidate)
+    text = f"{_asked(args)}\n{cluster_line(cluster)}\n\n{report.explanation(*told)}\n"
     print(text, *basis_lines(cluster), sep="\n", file=sys.stderr if args.json else sys.stdout)
     if args.json:
-        print(json.dumps({**report.explanation_json(estimate, costs, limit), **_context(args, cluster)}, indent=1))
+        print(json.dumps({**report.explanation_json(*told), **_context(args, cluster)}, indent=1))
 
 
 def _plot(args: argparse.Namespace, workload: Workload, cluster: Cluster) -> None:
