@@ -55,6 +55,12 @@ class Job:
     datasets: Datasets
 
     @property
+    def batch_line(self) -> str:
+        """How a step's batch is cut up, groups of microbatches included."""
+        group = self.settings.group
+        return f"batch: {self.batch}" + (f", in groups of {group} microbatches" if group > 1 else "")
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Lines on what has no effect, or not all of it, under this plan."""
         axes, parallel, lines = self.plan.axes, self.plan.parallel, []

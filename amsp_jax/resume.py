@@ -14,6 +14,9 @@ from amsp_jax.launch import from_process_0, say
 from amsp_jax.run_folder import CHECKPOINTS, RunFolder, identity
 from amsp_jax.state import TrainState, init_state, true_state
 
+_ROUNDING = ("reduce_dtype", "inter_node_dtype", "microbatch_group")
+"""Settings that change how gradients are rounded, or in which order they are summed."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
@@ -127,7 +130,22 @@ def proceed(job: Job, saved: Saved) -> TrainState:
     say(f"goes on from {saved}, saved under '{meta['strategy']}' on {meta['ranks']}")
     if meta["steps"] != job.config.steps:
         say(f"STEPS was {meta['steps']} and is {job.config.steps}: the learning rate now follows the new schedule")
+    say(*_other_rounding(meta, job))
     return saved.read()
+
+
+def _other_rounding(meta: dict[str, Any], job: Job) -> list[str]:
+    """A line for each of `_ROUNDING` that changed; older checkpoints do not name them."""
+    now = _rounding(job)
+    return [
+        f"{name.upper()} was {meta[name]} and is {value}: the same run but for the rounding of gradients"
+        for name, value in now.items()
+        if name in meta and meta[name] != value
+    ]
+
+
+def _rounding(job: Job) -> dict[str, Any]:
+    return {name: getattr(job.config, name) for name in _ROUNDING}
 
 
 def _ranks_text(job: Job) -> str:
@@ -140,6 +158,7 @@ def meta_of(job: Job) -> dict[str, Any]:
     return {
         **identity(job.config),
         "shapes": true_shapes(true_state(job.model, job.optimizer)),
+        **_rounding(job),
         "steps": job.config.steps,
         "strategy": job.config.strategy,
         "data_fingerprint": dict(job.datasets.fingerprint),

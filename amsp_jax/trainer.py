@@ -79,7 +79,7 @@ def train(
     watch.doing("preparing the data")
     folder = _find_folder(config)
     job = prepare(config, model, vocab_size, layout)
-    about = str(job.plan), job.datasets.description, f"batch: {job.batch}", *notes, *job.notes
+    about = str(job.plan), job.datasets.description, job.batch_line, *notes, *job.notes
     say(*([str(layout)] if is_dry_run else []), *about)
     before = own_checkpoint(folder, job)
     first, last = before.step if before else 0, config.stop_after or config.steps

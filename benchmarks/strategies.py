@@ -26,7 +26,7 @@ from rows import Row, append_row, gibibytes, read_rows, step_times, table
 from amsp_jax import cli, launch
 from amsp_jax.cluster import load_cluster
 from amsp_jax.errors import UserError
-from amsp_jax.strategy import DataRanks, parse
+from amsp_jax.strategy import DataRanks, PartialSharding, parse
 
 NAMED = ("params=replica grads=node opt_state=full", "mics", "hpz", "zero3", "zero1", "zero2", "ddp")
 ACCUMULATIONS = (4, 8, 1, 2)
@@ -90,7 +90,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--group", nargs="+", type=int, default=(1,), help="of them that go through a block in turn")
     parser.add_argument("--cluster", help="a calibrated cluster file: measures the planner's choice, too")
     parser.add_argument(
-        "--inter-node-dtype", choices=("bfloat16",), help="of gradients between nodes; left out: float32"
+        "--inter-node-dtype",
+        choices=("bfloat16",),
+        help="of gradients between nodes, where a strategy shards them over nodes; left out: float32",
     )
     return parser.parse_args()
 
@@ -142,7 +144,15 @@ def settings(names: dict[str, list[str]], chosen: dict[str, str], args: argparse
         first = [chosen[str(n)]] if chosen else []
         for group in (group for group in args.group if n % group == 0):
             for strategy in dict.fromkeys([*first, *names]):
-                yield Setting(n, strategy, args.inter_node_dtype, group)
+                yield Setting(n, strategy, args.inter_node_dtype if shards_over_nodes(strategy) else None, group)
+
+
+def shards_over_nodes(strategy: str) -> bool:
+    """Whether gradients of a strategy in canonical form can travel between nodes in a dtype of their own."""
+    opt_state = parse(strategy).opt_state
+    assert isinstance(opt_state, PartialSharding), strategy
+    # The degrees of P and G divide that of OS.
+    return opt_state.inter > 1
 
 
 def left(rows: Sequence[Row], wanted: Iterator[Setting]) -> list[Setting]:

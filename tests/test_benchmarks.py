@@ -13,7 +13,7 @@ import pytest
 
 from amsp_jax.launch import Layout
 from amsp_jax.plan import make_plan
-from amsp_jax.strategy import DataRanks
+from amsp_jax.strategy import DataRanks, parse
 from models.registry import model_config
 
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
@@ -27,6 +27,7 @@ from measure import SIZES, Size, measured  # noqa: E402
 from rows import step_times, table  # noqa: E402
 
 MIXED = "params=replica grads=node opt_state=full"
+ZERO1, ZERO3, MICS, DDP = (str(parse(name).resolve(DataRanks(2, 2))) for name in ("zero1", "zero3", "mics", "ddp"))
 SMALL = Size(
     model="llama-tiny",
     overrides={"num_layers": 1, "hidden": 16, "ffn": 32, "num_heads": 2, "num_kv_heads": 2, "vocab_size": 64},
@@ -89,26 +90,36 @@ def test_a_name_that_does_not_fit_is_left_out(capsys):
 
 def test_the_planner_s_choice_comes_first_and_what_has_a_row_does_not():
     args = argparse.Namespace(accumulation=[4, 1], inter_node_dtype=None, group=[1])
-    wanted = list(strategies.settings({"a": [], "b": []}, {"4": "b", "1": "c"}, args))
-    assert [(s.accumulation, s.strategy) for s in wanted] == [(4, "b"), (4, "a"), (1, "c"), (1, "a"), (1, "b")]
-    rest = strategies.left([timed("b", 1.0), timed("c", 1.0, accumulation=1)], iter(wanted))
-    assert [(s.accumulation, s.strategy) for s in rest] == [(4, "a"), (1, "a"), (1, "b")]
+    wanted = list(strategies.settings({ZERO1: [], ZERO3: []}, {"4": ZERO3, "1": MICS}, args))
+    order = [(4, ZERO3), (4, ZERO1), (1, MICS), (1, ZERO1), (1, ZERO3)]
+    assert [(s.accumulation, s.strategy) for s in wanted] == order
+    rest = strategies.left([timed(ZERO3, 1.0), timed(MICS, 1.0, accumulation=1)], iter(wanted))
+    assert [(s.accumulation, s.strategy) for s in rest] == [(4, ZERO1), (1, ZERO1), (1, ZERO3)]
 
 
 def test_a_dtype_between_nodes_is_a_setting_of_its_own():
     args = argparse.Namespace(accumulation=[4], inter_node_dtype="bfloat16", group=[1])
-    rows = [timed("a", 1.0), timed("b", 1.0, inter_node_dtype="bfloat16")]
-    assert [s.strategy for s in strategies.left(rows, strategies.settings({"a": [], "b": []}, {}, args))] == ["a"]
-    assert [strategies.strategy_cell(row) for row in rows] == ["a", "b, bfloat16 between nodes"]
+    rows = [timed(ZERO1, 1.0), timed(ZERO3, 1.0, inter_node_dtype="bfloat16")]
+    wanted = strategies.settings({ZERO1: [], ZERO3: []}, {}, args)
+    assert [s.strategy for s in strategies.left(rows, wanted)] == [ZERO1]
+    assert [strategies.strategy_cell(row) for row in rows] == [ZERO1, f"{ZERO3}, bfloat16 between nodes"]
+
+
+def test_a_dtype_between_nodes_is_of_strategies_that_shard_over_nodes():
+    args = argparse.Namespace(accumulation=[4], inter_node_dtype="bfloat16", group=[1])
+    wanted = list(strategies.settings({ZERO1: [], MICS: [], DDP: []}, {}, args))
+    assert [setting.inter_node_dtype for setting in wanted] == ["bfloat16", None, None]
+    # What was measured without a dtype is not measured again.
+    assert strategies.left([timed(MICS, 1.0), timed(DDP, 1.0)], iter(wanted)) == wanted[:1]
 
 
 def test_groups_are_settings_of_their_own_where_they_divide():
     args = argparse.Namespace(accumulation=[4, 6], inter_node_dtype=None, group=[1, 4])
-    rows = [timed("a", 1.0), timed("a", 1.0, group=4)]
-    wanted = list(strategies.settings({"a": []}, {}, args))
+    rows = [timed(ZERO1, 1.0), timed(ZERO1, 1.0, group=4)]
+    wanted = list(strategies.settings({ZERO1: []}, {}, args))
     assert [(s.accumulation, s.group) for s in wanted] == [(4, 1), (4, 4), (6, 1)]
     assert strategies.left(rows, iter(wanted)) == wanted[2:]
-    assert [strategies.strategy_cell(row) for row in rows] == ["a", "a, groups of 4"]
+    assert [strategies.strategy_cell(row) for row in rows] == [ZERO1, f"{ZERO1}, groups of 4"]
 
 
 def test_ratios_are_to_the_choice_or_else_to_the_fastest():

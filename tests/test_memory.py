@@ -102,7 +102,7 @@ def sketch_num_params():
 
 def test_the_total_is_the_sum_of_its_parts():
     e = estimate("hpz(4)")
-    assert e.total == sum(getattr(e, field.name) for field in dataclasses.fields(e))
+    assert e.total == sum(getattr(e, field.name) for field in dataclasses.fields(e) if field.name != "peak_at")
     assert 0 < e.margin_bytes < e.total - e.argument_bytes
 
 

@@ -9,10 +9,12 @@ import jax
 import pytest
 
 from amsp_jax import __main__ as tools
+from amsp_jax.commands.plan import ALWAYS, SEARCHED
 from amsp_jax.planner import Objective, Space
 from amsp_jax.planner.pictures import best_by_size, plot_best
 from amsp_jax.stack import Remat
 from amsp_jax.strategy import DataRanks, parse
+from amsp_jax.tune.point import DIMENSIONS
 
 ROOT = Path(__file__).parents[1]
 JOB = {"model": "llama-1b", "cluster": "a800", "nodes": 2, "global-batch": 32, "seq-len": 2048}
@@ -123,7 +125,7 @@ def test_gin_lines_name_the_dtypes_that_were_planned(capsys):
 
 def test_a_group_of_microbatches_is_planned_and_told(capsys):
     text = plan(capsys, microbatch_group=2, top=1).out
-    assert "microbatch 1, remat projections, group 2, adamw" in text
+    assert "microbatch 1, remat projections, microbatch group 2, adamw" in text
     assert "MICROBATCH = 1\nMICROBATCH_GROUP = 2\nREMAT = 'projections'" in text
     asked = {"microbatch_group": 2, "explain": "zero3", "global_batch": 64}
     captured = plan(capsys, "--json", **asked)
@@ -134,8 +136,30 @@ def test_a_group_of_microbatches_is_planned_and_told(capsys):
     assert "every group: " in captured.err or "first group: " in captured.err
 
 
+def test_explain_tells_of_a_group_when_its_peak_is_and_what_its_loops_move(capsys):
+    asked = {"explain": "zero3", "global_batch": 64}
+    alone = json.loads(plan(capsys, "--json", **asked).out)
+    captured = plan(capsys, "--json", microbatch_group=4, **asked)
+    told = json.loads(captured.out)
+    groups = told["groups"]
+    assert (groups["ungrouped_peak_bytes"], groups["ungrouped_peak_at"]) == (
+        alone["memory_bytes"]["peak"], alone["memory_peak_at"],
+    )  # fmt: skip
+    peak = f"the peak is while {told['memory_peak_at']}; without groups it is "
+    assert told["memory_peak_at"] != alone["memory_peak_at"]
+    assert peak in captured.err and f"at another moment: while {alone['memory_peak_at']}\n" in captured.err
+    moved = groups["loop_forward_bytes"] + groups["loop_backward_bytes"]
+    assert f" of computing  {moved / 2**30:.2f}".split() == captured.err.split("as seen in programs")[0].split()[-3:]
+    assert 0 < groups["loop_s"] < told["compute_s"]
+    assert "groups" not in alone and "loops over groups" not in plan(capsys, **asked).out
+
+
+def test_what_is_searched_is_named_as_tune_names_it():
+    assert set(SEARCHED) <= set(DIMENSIONS) and ALWAYS in DIMENSIONS
+
+
 def test_groups_are_searched_as_far_as_they_divide(capsys):
-    captured = plan(capsys, "--search", "group", "--json", global_batch=64, top=3)
+    captured = plan(capsys, "--search", "microbatch_group", "--json", global_batch=64, top=3)
     told = json.loads(captured.out)
     assert {entry["group"] for entry in told["ranked"] + told["rejected"]} == {1, 2, 4}
     assert not any("do not divide" in entry["reason"] for entry in told["rejected"])
@@ -164,7 +188,7 @@ def test_explain_says_by_how_much_it_does_not_fit(capsys):
         ({"nodes": 0}, "--nodes 0: nodes count from 1"),
         ({"top": 0}, "--top 0: it counts from 1"),
         ({"memory_limit": -1}, "--memory-limit -1: GiB of a device, from 0.001"),
-        ({"search": "remat,stages"}, "'stages' is unknown; some of strategy,microbatch,remat,group,tensor"),
+        ({"search": "remat,stages"}, "'stages' is unknown; some of strategy,microbatch,remat,microbatch_group,tensor"),
         ({"microbatch_group": 0}, "--microbatch-group 0: it counts from 1"),
         (
             {"microbatch_group": 4},
@@ -172,7 +196,7 @@ def test_explain_says_by_how_much_it_does_not_fit(capsys):
         ),
         ({"microbatch_group": 4, "explain": "zero3"}, "--microbatch-group 4 does not divide"),
         ({"microbatch_group": 2, "pipeline": 2}, "--microbatch-group 2 has no meaning with --pipeline 2: stages take"),
-        ({"search": "group", "pipeline": 2}, "--search group has no meaning with --pipeline 2"),
+        ({"search": "microbatch_group", "pipeline": 2}, "--search microbatch_group has no meaning with --pipeline 2"),
         ({"model": "gpt-22b", "seq_len": 4096}, "gpt-22b has positions for 2048 tokens"),
         ({"model_overrides": "8"}, "is no dictionary"),
         ({"plot": "/nowhere/heat.png"}, "cannot be written to"),

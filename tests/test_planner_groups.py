@@ -189,6 +189,19 @@ def test_messages_and_bounds_agree_with_the_timeline(scorer, strategy, group):
     assert bounds.fits(candidate, [candidate.degrees], scorer.needed_bytes(candidate)) == [candidate.degrees]
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_beside_loops_a_group_computes_what_microbatches_do(scorer, strategy):
+    """And adds as many gradients as there are groups after the first."""
+    points = [point(strategy, group, FOUR_NODES) for group in (1, 2, 4, 8)]
+    loops_s = [0.0, *(scorer.group_cost(candidate).seconds for candidate in points[1:])]
+    others = [scorer.compute_s(candidate) - seconds for candidate, seconds in zip(points, loops_s, strict=True)]
+    once = others[2] - others[3]
+    assert once > 0 and min(loops_s[1:]) > 0
+    assert [others[0] - others[1], others[1] - others[2]] == pytest.approx([4 * once, 2 * once])
+    assert scorer.group_cost(points[0]) is None
+    assert scorer.group_cost(points[3]).ungrouped == scorer.memory(points[0])
+
+
 def test_tensor_messages_are_each_microbatchs(scorer):
     parallel = ModelParallel(tensor=2)
     ranks = DataRanks(4, 4)

@@ -402,7 +402,7 @@ def refused(capsys, *flags):
 
 
 def test_the_command_searches_all(capsys):
-    found = plan(capsys, "--search", "tensor,pipeline,virtual-stages,remat,strategy", "--json", "--top", "3")
+    found = plan(capsys, "--search", "tensor,pipeline,virtual_stages,remat,strategy", "--json", "--top", "3")
     told = json.loads(found)
     assert list(told)[0] == "best" and told["not_scored"]
     best = told["parallel"]

@@ -121,7 +121,7 @@ def test_a_run_leaves_what_it_should(finished: Finished) -> None:
     assert json.loads((finished.path / "environment.json").read_text())["num_devices"] == 8
     for text in (
         (finished.path / "plan.txt").read_text(),
-        "16 sequences of 16 = 256 tokens a step: 8 ranks x microbatch 2 x accumulation 1",
+        "16 sequences of 16 = 256 tokens a step: 8 ranks x microbatch 2 x accumulation 1\n",
         "XLA attention",
         f"validation loss: {validation[-1]['loss']:.4f}; before training it was {validation[0]['loss']:.4f}",
         "sample",
@@ -175,6 +175,34 @@ def test_other_steps_are_a_note(
     assert f"saved under '{STRATEGY}' on 2 nodes x 4 data ranks" in out
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ([], []),
+        (["REDUCE_DTYPE=bfloat16"], ["REDUCE_DTYPE was float32 and is bfloat16"]),
+        (
+            ["INTER_NODE_DTYPE=bfloat16", "MICROBATCH=1", "MICROBATCH_GROUP=2"],
+            ["INTER_NODE_DTYPE was None and is bfloat16", "MICROBATCH_GROUP was 1 and is 2"],
+        ),
+    ],
+)
+def test_other_rounding_of_gradients_is_a_note(
+    flags: list[str],
+    told: list[str],
+    corpus: Path,
+    finished: Finished,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shutil.copytree(finished.path, "run")
+    monkeypatch.setattr(trainer, "compile_step", lambda job: None)
+    monkeypatch.setattr(trainer, "_loop", lambda job, step, state, first, last, folder: (state, last))
+    monkeypatch.setattr(trainer, "_finish", lambda *args: None)
+    run(corpus, "run", "--gin.STEPS=12", *(f"--gin.{flag}" for flag in flags))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "the rounding of gradients" in line]
+    assert lines == [f"{line}: the same run but for the rounding of gradients" for line in told]
+
+
 def test_a_run_whose_checkpoints_are_gone(
     corpus: Path, finished: Finished, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,12 +235,14 @@ def test_a_dtype_between_nodes_without_effect_is_told(
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_what_groups_lose_beside_tensor_ranks_is_told(
+def test_groups_and_what_they_lose_beside_tensor_ranks_are_told(
     tensor: int, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [f"--gin.DATA={corpus}", "--gin.STRATEGY=zero1", "--gin.MICROBATCH=1", f"--gin.TENSOR={tensor}"]
     assert train.main([*MICRO, *flags, "--gin.GLOBAL_BATCH=16", "--gin.MICROBATCH_GROUP=2", "--dry-run"]) == 0
-    assert ("MICROBATCH_GROUP=2 with TENSOR=2, CONTEXT=1: " in capsys.readouterr().out) == (tensor == 2)
+    out = capsys.readouterr().out
+    assert ("MICROBATCH_GROUP=2 with TENSOR=2, CONTEXT=1: " in out) == (tensor == 2)
+    assert f" x accumulation {2 * tensor}, in groups of 2 microbatches\n" in out
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,14 @@ def test_values_are_those_of_the_flags_and_else_suit_the_devices():
     assert space.values["context"] == (1,) and "context" not in space.searched
 
 
+def test_what_is_not_searched_is_that_of_the_run():
+    own = {"context": 2, "microbatch_group": 4}
+    space = search_space(["pipeline=1"], GROUNDS, **own)
+    assert {(point.context, point.microbatch_group) for point in space.points()} == {(2, 4)}
+    searched = search_space(["microbatch_group=1,2"], GROUNDS, **own)
+    assert (searched.values["context"], searched.values["microbatch_group"]) == ((2,), (1, 2))
+
+
 def test_without_stages_there_is_one_schedule():
     space = search_space(
         ["pipeline=1,2", "schedule=gpipe,1f1b", "tensor=1", "strategy=ddp", "remat=full", "microbatch=1"], GROUNDS
@@ -472,6 +480,14 @@ def test_real_trials(tmp_path, capsys, clean_environment):
     told = capsys.readouterr().out
     assert "every point that can run was tried: 2 trials" in told and "STRATEGY = 'zero3'" in told
     assert not list((tmp_path / "study").rglob("checkpoints/*"))
+
+
+def test_trials_have_the_groups_of_the_gin_files(trainer, tmp_path, capsys, clean_environment):
+    words = arguments(tmp_path, "--launcher", " ".join(trainer), "--search=strategy=ddp", "--trials", "1")
+    assert main([*words, "--gin.MICROBATCH_GROUP=2"]) == 0
+    assert "MICROBATCH_GROUP = 2\n" in capsys.readouterr().out
+    assert main([*words, "--gin.MICROBATCH_GROUP=4"]) == 2
+    assert "holds a study with --search microbatch_group=[2], not [4]" in capsys.readouterr().err
 
 
 def test_no_measured_trial_is_an_error(trainer, tmp_path, capsys, clean_environment, monkeypatch):

@@ -48,8 +48,8 @@ from models.registry import MODELS, build_model
 
 ALWAYS = "strategy"
 """Searched whether named or not."""
-CUT = ("tensor", "pipeline", "context", "virtual-stages")
-GROUP = "group"
+CUT = ("tensor", "pipeline", "context", "virtual_stages")
+GROUP = "microbatch_group"
 SEARCHED = ("microbatch", "remat", GROUP, *CUT)
 _MICROBATCHES = (1, 2, 4, 8, 16)
 _CHUNKS = (1, 2, 3, 4)
@@ -118,7 +118,7 @@ def _check(args: argparse.Namespace) -> None:
         if name not in SEARCHED:
             raise UserError(f"--search {args.search}: {name!r} is unknown; some of {','.join((ALWAYS, *SEARCHED))}")
     if GROUP in _searched(args):
-        check_no_stages("--search group", parallel_of(args).pipeline)
+        check_no_stages(f"--search {GROUP}", parallel_of(args).pipeline)
     elif args.microbatch_group > 1:
         check_no_stages(f"--microbatch-group {args.microbatch_group}", parallel_of(args).pipeline)
     if args.explain is not None:
@@ -174,7 +174,7 @@ def _space(args: argparse.Namespace, cluster: Cluster) -> Space:
         tensors=_sizes("tensor", parallel.tensor, searched, cluster.devices_per_node),
         pipelines=_sizes("pipeline", parallel.pipeline, searched, cluster.num_devices),
         contexts=_sizes("context", parallel.context, searched, cluster.devices_per_node),
-        virtual_stages=_CHUNKS if "virtual-stages" in searched else (args.virtual_stages,),
+        virtual_stages=_CHUNKS if "virtual_stages" in searched else (args.virtual_stages,),
         schedule=args.schedule,
     )
 
@@ -202,9 +202,9 @@ def _asked(args: argparse.Namespace) -> str:
     """What is planned, in a line."""
     overrides = "" if args.model_overrides == "{}" else f" with {args.model_overrides}"
     fixed = [
-        f"{name} {_value(args, name)}"
+        f"{_in_words(name)} {getattr(args, name)}"
         for name in SEARCHED
-        if name not in _searched(args) and (name not in (GROUP, *CUT) or _value(args, name) > 1)
+        if name not in _searched(args) and (name not in (GROUP, *CUT) or getattr(args, name) > 1)
     ]
     return ", ".join(
         [
@@ -221,8 +221,8 @@ def _reduction(args: argparse.Namespace) -> str:
     return f"gradients reduced in {args.reduce_dtype}{between}"
 
 
-def _value(args: argparse.Namespace, name: str) -> Any:
-    return args.microbatch_group if name == GROUP else getattr(args, name.replace("-", "_"))
+def _in_words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _context(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
@@ -291,10 +291,11 @@ def _explain(args: argparse.Namespace, workload: Workload, cluster: Cluster) -> 
     candidate = candidate_of(args, args.explain, workload, cluster)
     scorer, limit = Scorer(workload, cluster), _limit(args, cluster)
     estimate, costs = scorer.estimate(candidate, record=True), scorer.message_costs(candidate)
-    text = f"{_asked(args)}\n{cluster_line(cluster)}\n\n{report.explanation(estimate, costs, limit)}\n"
+    told = estimate, costs, limit, scorer.group_cost(candidate)
+    text = f"{_asked(args)}\n{cluster_line(cluster)}\n\n{report.explanation(*told)}\n"
     print(text, *basis_lines(cluster), sep="\n", file=sys.stderr if args.json else sys.stdout)
     if args.json:
-        print(json.dumps({**report.explanation_json(estimate, costs, limit), **_context(args, cluster)}, indent=1))
+        print(json.dumps({**report.explanation_json(*told), **_context(args, cluster)}, indent=1))
 
 
 def _plot(args: argparse.Namespace, workload: Workload, cluster: Cluster) -> None:
@@ -338,9 +339,8 @@ def _sibling(args: argparse.Namespace, name: str, cluster: Cluster) -> Workload:
 def _caption(args: argparse.Namespace, cluster: Cluster) -> str:
     each = args.global_batch // cluster.num_devices
     searched = _searched(args)
-    told = [f"{name} {'searched' if name in searched else _value(args, name)}" for name in SEARCHED[:2]]
-    if args.microbatch_group > 1 or GROUP in searched:
-        told.append(f"group {'searched' if GROUP in searched else args.microbatch_group}")
+    names = SEARCHED[: 3 if args.microbatch_group > 1 or GROUP in searched else 2]
+    told = [f"{_in_words(name)} {'searched' if name in searched else getattr(args, name)}" for name in names]
     told.append(_reduction(args))
     told.append(f"{_limit(args, cluster) / 2**30:.1f} GiB a device; framed: as asked")
     return f"{each} sequence{'s' * (each > 1)} a device and step, {', '.join(told)}"

@@ -79,7 +79,7 @@ def _profile(args: argparse.Namespace) -> dict[str, Any]:
     """Process 0's numbers, in every process: the others stay until they are there."""
     job, lines = _job(args)
     folder = _folder(args.out, job)
-    launch.say(str(job.plan), f"batch: {job.batch}", *lines)
+    launch.say(str(job.plan), job.batch_line, *lines)
     launch.say(f"{NUM_WARMUP} steps of warm-up, then {args.steps} under the profiler")
     captured = capture(job, args.steps, folder)
     launch.own_watch().doing("reading the trace")

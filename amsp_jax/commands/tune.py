@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
     files = [cli.find_gin_file(name) for name in args.gin_file or [cli.QUICKSTART]]
     config = cli.load_config(files, [cli.binding(flag) for flag in args.settings]).config
     grounds = _grounds(args, config)
-    space = search_space(args.search, grounds)
+    space = search_space(args.search, grounds, context=config.context, microbatch_group=config.microbatch_group)
     with _stop_requests() as stopped:
         _search(args, files, config, grounds, space, stopped)
     if stopped:

@@ -105,20 +105,17 @@ def accumulation_seconds(leaves: Sequence[LeafPlan], rates: Rates) -> float:
     return 3 * 4 * sum(leaf.num_grads_shard for leaf in leaves) / rates.memory_bytes_per_s
 
 
-def loop_seconds(
-    kept_bytes: int, input_bytes: int, leaves: Sequence[LeafPlan], group: int, rates: Rates
-) -> tuple[float, float]:
-    """Of a part's loops over a group, forward and backward, what moves bytes beside its kernels.
+def loop_bytes(kept_bytes: int, input_bytes: int, leaves: Sequence[LeafPlan], group: int) -> tuple[float, float]:
+    """Bytes that a part's loops over a group, forward and backward, move beside their kernels.
 
     Args:
       kept_bytes: of one microbatch, what is written into stacks.
       input_bytes: likewise, what is read out of those of the part before.
       leaves: of the part.
       group: microbatches.
-      rates: of the device.
     """
     values = sum(map(num_values, leaves))
     ahead = group * (_STACKED * kept_bytes + 2 * input_bytes)
     # Of a gradient: the sum is read and written, and the product's result in two bytes is read.
     back = group * (_TAKEN * kept_bytes + _ADDED * values * (2 * GRAD_BYTES + 2)) + _ZEROED * values * GRAD_BYTES
-    return ahead / rates.memory_bytes_per_s, back / rates.memory_bytes_per_s
+    return ahead, back

@@ -13,7 +13,18 @@ from collections.abc import Iterator
 import jax
 import optax
 
-from amsp_jax.cost.memory import GRAD_BYTES, MemoryEstimate, PartBytes, argument_bytes, num_values, running
+from amsp_jax.cost.memory import (
+    AT_HEAD,
+    GRAD_BYTES,
+    MemoryEstimate,
+    Moment,
+    PartBytes,
+    argument_bytes,
+    at_peak,
+    block_moment,
+    num_values,
+    running,
+)
 from amsp_jax.cost.sketch import Sketch
 from amsp_jax.cost.trace import ModelTrace, PartTrace
 from amsp_jax.model import Params
@@ -32,8 +43,7 @@ def estimate(
     """The peak of a step of `rounds` groups of `settings.group` microbatches; arguments as of `memory.estimate`."""
     batch_bytes = rounds * settings.group * trace.batch_bytes
     arguments = argument_bytes(sketch, plan, optimizer, batch_bytes)
-    moments = _Moments(sketch, plan, trace, settings, rounds)
-    return dataclasses.replace(arguments, **max(moments.all(), key=lambda parts: sum(parts.values())))
+    return at_peak(arguments, _Moments(sketch, plan, trace, settings, rounds).all())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +93,13 @@ class _Moments:
         self.grads = running(part.own.grads for part in self.parts)
         self.reduced = running(part.reduced for part in self.parts)
 
-    def all(self) -> Iterator[dict[str, int]]:
-        """Each moment as the fields of a `MemoryEstimate`: parts backward, in the last group and in those before."""
+    def all(self) -> Iterator[Moment]:
+        """Each moment: parts backward, in the last group and in those before."""
+        num_blocks = len(self.parts) - 2
+        blocks = [block_moment(num_blocks - done, num_blocks) for done in range(num_blocks)]
         for is_last in (True, False)[: self.rounds]:
-            for place in range(len(self.parts)):
-                yield self._part(place, is_last)
+            for place, when in enumerate([AT_HEAD, *blocks, "the embedding runs backward"]):
+                yield when, self._part(place, is_last)
 
     def _part(self, place: int, is_last: bool) -> dict[str, int]:
         """A part runs backward after `place` others, the one behind it is being reduced, and the next is gathered."""

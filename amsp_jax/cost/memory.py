@@ -32,6 +32,9 @@ GRAD_BYTES = 4
 """Of an accumulated gradient's value, float32."""
 _WAITING = 0.77
 """Of the operands of parameter gradients, those seen to wait: all but those of the down projection."""
+AT_HEAD = "the head runs"
+Moment = tuple[str, dict[str, int]]
+"""What it is called, and the fields of a `MemoryEstimate` that are bytes of temporaries."""
 _STEP_BYTES = 4
 """The number of the step. The seed is no argument of a model that draws nothing; with it there are 4 bytes more."""
 
@@ -48,6 +51,7 @@ class MemoryEstimate:
       activations: what blocks and the head keep for the backward pass, and what runs at the moment of the peak.
       gathered: whole parameters of the part that runs.
       reductions: gradients that wait for their reduction, and the zeros that the embedding's is added to.
+      peak_at: when the peak is, as `the head runs`; not told of a pipeline.
     """
 
     master: int
@@ -58,11 +62,13 @@ class MemoryEstimate:
     activations: int = 0
     gathered: int = 0
     reductions: int = 0
+    peak_at: str = ""
 
     @property
     def total(self) -> int:
         """The sum: the peak of buffers, as `memory_analysis` counts them (arguments and temporaries)."""
-        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
+        temporary = self.params + self.grads + self.activations + self.gathered + self.reductions
+        return self.argument_bytes + temporary
 
     @property
     def argument_bytes(self) -> int:
@@ -117,8 +123,18 @@ def estimate(
       accumulation: microbatches of a step.
     """
     arguments = argument_bytes(sketch, plan, optimizer, accumulation * trace.batch_bytes)
-    moments = _Moments(sketch, plan, trace, settings, accumulation)
-    return dataclasses.replace(arguments, **max(moments.all(), key=lambda parts: sum(parts.values())))
+    return at_peak(arguments, _Moments(sketch, plan, trace, settings, accumulation).all())
+
+
+def at_peak(arguments: MemoryEstimate, moments: Iterable[Moment]) -> MemoryEstimate:
+    """The arguments and the largest of the moments; the first of several."""
+    when, num_bytes = max(moments, key=lambda moment: sum(moment[1].values()))
+    return dataclasses.replace(arguments, peak_at=when, **num_bytes)
+
+
+def block_moment(number: int, num_blocks: int) -> str:
+    """What the moment is called at which a block runs backward; they count from 1."""
+    return f"block {number} of {num_blocks} runs backward"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,13 +216,15 @@ class _Moments:
         self.pending_of = running(stage.trace.pending_bytes for stage in self.backwards)
         self.saved = self.saved_of[-1]
 
-    def all(self) -> Iterator[dict[str, int]]:
-        """Each moment as the fields of a `MemoryEstimate`."""
-        yield self._loss()
+    def all(self) -> Iterator[Moment]:
+        """Each moment."""
+        yield AT_HEAD, self._loss()
         if self.waits:
-            yield self._first()
-        yield from map(self._block, range(len(self.backwards)))
-        yield self._end()
+            yield "a microbatch has run and none of its gradients is reduced", self._first()
+        num_blocks = len(self.backwards)
+        for done in range(num_blocks):
+            yield block_moment(num_blocks - done, num_blocks), self._block(done)
+        yield "gradients are reduced at the end of the step", self._end()
 
     def _loss(self) -> dict[str, int]:
         """The head, forward and backward: every block's activations, logits and their cotangents."""

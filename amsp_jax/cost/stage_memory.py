@@ -6,13 +6,12 @@ Arguments are exact. Of the temporaries the stage inputs in flight are, by the s
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 import jax
 import optax
 
-from amsp_jax.cost.memory import GRAD_BYTES, MemoryEstimate, PartBytes, argument_bytes
+from amsp_jax.cost.memory import GRAD_BYTES, MemoryEstimate, PartBytes, argument_bytes, at_peak
 from amsp_jax.cost.sketch import Sketch
 from amsp_jax.cost.storage import leaf_counts
 from amsp_jax.cost.ticks import Chunks, num_slots
@@ -45,7 +44,7 @@ def estimate(
     """
     arguments = argument_bytes(sketch, plan, optimizer, schedule.num_microbatches * trace.batch_bytes)
     moments = _Moments(sketch, plan, trace, settings, schedule)
-    return dataclasses.replace(arguments, **max(moments.all(), key=lambda parts: sum(parts.values())))
+    return at_peak(arguments, (("", num_bytes) for num_bytes in moments.all()))
 
 
 class _Moments:

@@ -1,7 +1,7 @@
 """Every strategy for a model on a cluster, ranked: what fits, how long its step takes, why the others do not do."""
 
 from amsp_jax.planner.remedy import nothing_fits
-from amsp_jax.planner.scorer import MessageCost, Scorer
+from amsp_jax.planner.scorer import GroupCost, MessageCost, Scorer
 from amsp_jax.planner.search import NothingFits, candidates, search
 from amsp_jax.planner.types import (
     Candidate,
@@ -18,6 +18,7 @@ from amsp_jax.planner.types import (
 __all__ = [
     "Candidate",
     "Estimate",
+    "GroupCost",
     "MessageCost",
     "NothingFits",
     "Objective",

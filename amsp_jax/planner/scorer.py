@@ -54,6 +54,22 @@ class MessageCost:
     basis: str
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupCost:
+    """What groups of microbatches cost beside their messages.
+
+    Attributes:
+      ungrouped: memory of the same candidate with groups of 1.
+      forward_bytes, backward_bytes: that the loops of a step move on a device beside their kernels.
+      seconds: of those, a step; a part of what it computes.
+    """
+
+    ungrouped: MemoryEstimate
+    forward_bytes: int
+    backward_bytes: int
+    seconds: float
+
+
 class Scorer:
     """Predicts candidates of one workload on one cluster; what they share is computed once.
 
@@ -393,7 +409,8 @@ class Scorer:
         degrees, parallel = candidate.degrees, candidate.parallel
         computed = self.computed(candidate.microbatch, candidate.kept, candidate.inner)
         if candidate.group > 1:
-            loops = self._loops_s(candidate)
+            rate = self.rates.memory_bytes_per_s
+            loops = [(ahead / rate, back / rate) for ahead, back in self._loop_bytes(candidate)]
             computed = [_repeated(one, candidate.group, *more) for one, more in zip(computed, loops, strict=True)]
         states = zip(self._messages(degrees, parallel), self._accumulate_s(degrees, parallel), strict=True)
         return [
@@ -401,14 +418,28 @@ class Scorer:
             for one, (costs, accumulate_s) in zip(computed, states, strict=True)
         ]
 
-    def _loops_s(self, candidate: Candidate) -> list[tuple[float, float]]:
-        """For each distinct part the seconds of `compute.loop_seconds`."""
+    def group_cost(self, candidate: Candidate) -> GroupCost | None:
+        """What groups of microbatches cost beside their messages; None without them."""
+        if candidate.group == 1:
+            return None
+        rounds = candidate.rounds(self.workload.global_batch)
+        loops, order = self._loop_bytes(candidate), self.parts(candidate.degrees, candidate.parallel).order
+        ahead, back = (rounds * sum(loops[kind][way] for kind in order) for way in (0, 1))
+        return GroupCost(
+            ungrouped=self.memory(dataclasses.replace(candidate, group=1)),
+            forward_bytes=round(ahead),
+            backward_bytes=round(back),
+            seconds=(ahead + back) / self.rates.memory_bytes_per_s,
+        )
+
+    def _loop_bytes(self, candidate: Candidate) -> list[tuple[float, float]]:
+        """For each distinct part those of `compute.loop_bytes`."""
         trace = self.rank_trace(candidate.microbatch, candidate.kept, candidate.inner)
         flows = trace.embed.output_bytes
         moved = [(flows, 0), *((block.saved_bytes, flows) for block in trace.blocks), (0, flows)]
         parts = self.parts(candidate.degrees, candidate.parallel).parts
         return [
-            compute.loop_seconds(*num_bytes, part.leaves, candidate.group, self.rates)
+            compute.loop_bytes(*num_bytes, part.leaves, candidate.group)
             for num_bytes, part in zip(moved, parts, strict=True)
         ]
 

@@ -8,11 +8,11 @@ from amsp_jax.cost.memory import MemoryEstimate
 from amsp_jax.cost.timeline import Event
 from amsp_jax.planner.report.table import TERMS
 from amsp_jax.planner.report.text import aligned, counted, gib, percent, seconds
-from amsp_jax.planner.scorer import MEASURED, MessageCost
+from amsp_jax.planner.scorer import MEASURED, GroupCost, MessageCost
 from amsp_jax.planner.types import Estimate
 
 _MEMORY_BAR, _TIME_BAR = 50, 60
-_PARTS = {
+PARTS = {
     "master": "master parameters",
     "opt_state": "optimizer states",
     "batch": "batch",
@@ -25,19 +25,23 @@ _PARTS = {
 """What the fields of a `MemoryEstimate` are called."""
 
 
-def explanation(estimate: Estimate, messages: Sequence[MessageCost], memory_bytes: int) -> str:
+def explanation(
+    estimate: Estimate, messages: Sequence[MessageCost], memory_bytes: int, group: GroupCost | None = None
+) -> str:
     """One strategy in full.
 
     Args:
       estimate: with recorded events.
       messages: of the same candidate.
       memory_bytes: the limit.
+      group: of the same candidate, where it has groups.
     """
     return "\n\n".join(
         [
             f"{estimate.candidate}, {counted(estimate.accumulation, 'microbatch')} a step",
             _summary(estimate),
             _memory_bars(estimate.memory, memory_bytes),
+            *([_group_lines(estimate.memory, group)] if group else []),
             _streams(estimate) if estimate.timeline.events else _ticks(estimate),
             _message_table(messages),
         ]
@@ -59,7 +63,7 @@ def _summary(estimate: Estimate) -> str:
 def _memory_bars(memory: MemoryEstimate, limit: int) -> str:
     """A bar for each part that is not empty, the sum, and what it is compared with."""
     needed = memory.total + memory.margin_bytes
-    parts = {name: getattr(memory, field) for field, name in _PARTS.items() if getattr(memory, field)}
+    parts = {name: getattr(memory, field) for field, name in PARTS.items() if getattr(memory, field)}
     sums = {"peak": memory.total, "with margin": needed, "limit": limit}
     rows = [["memory of a device at the peak", "GiB", ""]]
     for name, num_bytes in {**parts, **sums}.items():
@@ -67,6 +71,22 @@ def _memory_bars(memory: MemoryEstimate, limit: int) -> str:
     fits = "fits" if needed <= limit else f"does not fit: {gib(needed - limit)} GiB too much"
     rows[-1][-1] += f"  {fits}"
     return "\n".join(aligned(rows, left=(0, 2)))
+
+
+def _group_lines(memory: MemoryEstimate, group: GroupCost) -> str:
+    """When the peak is, beside that without groups, and what loops move."""
+    before = group.ungrouped
+    is_same = memory.peak_at == before.peak_at
+    when = "at the same moment" if is_same else f"at another moment: while {before.peak_at}"
+    peak = f"the peak is while {memory.peak_at}; without groups it is {gib(before.total)} GiB, {when}"
+    rows = [["moved by loops over groups beside their kernels, a step", "GiB"]]
+    for what, num_bytes in (
+        ("forward: what blocks keep, into stacks of zeros; blocks' inputs", group.forward_bytes),
+        ("backward: half of what blocks keep; zeros of whole gradients, sums of a sixth", group.backward_bytes),
+        (f"{seconds(group.seconds)} of computing", group.forward_bytes + group.backward_bytes),
+    ):
+        rows.append([what, gib(num_bytes)])
+    return "\n".join([peak, "", *aligned(rows, left=(0,)), "as seen in programs compiled for H100, not timed"])
 
 
 def _ticks(estimate: Estimate) -> str:

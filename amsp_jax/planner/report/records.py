@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from amsp_jax.cost.memory import MemoryEstimate
-from amsp_jax.planner.report.explanation import event_name, num_parts
+from amsp_jax.planner.report.explanation import PARTS, event_name, num_parts
 from amsp_jax.planner.report.table import TERMS, gin_lines
-from amsp_jax.planner.scorer import MessageCost
+from amsp_jax.planner.scorer import GroupCost, MessageCost
 from amsp_jax.planner.types import Candidate, Estimate, Ranking, Rejection
 
 
@@ -50,13 +50,16 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def explanation_json(estimate: Estimate, messages: Sequence[MessageCost], memory_bytes: int) -> dict[str, Any]:
+def explanation_json(
+    estimate: Estimate, messages: Sequence[MessageCost], memory_bytes: int, group: GroupCost | None = None
+) -> dict[str, Any]:
     """What `explanation` says: the estimate, every collective, and the events of both streams.
 
     Args:
       estimate: with recorded events.
       messages: of the same candidate.
       memory_bytes: the limit.
+      group: of the same candidate, where it has groups.
     """
     events = estimate.timeline.events
     parts = num_parts(estimate) if events else 0
@@ -64,6 +67,8 @@ def explanation_json(estimate: Estimate, messages: Sequence[MessageCost], memory
         **estimate_json(estimate),
         "memory_limit_bytes": memory_bytes,
         "memory_margin_bytes": estimate.memory.margin_bytes,
+        "memory_peak_at": estimate.memory.peak_at,
+        **({"groups": _group(group)} if group else {}),
         "collectives": [_message(cost) for cost in messages],
         "events": [{**dataclasses.asdict(event), "name": event_name(event.name, parts)} for event in events],
     }
@@ -92,7 +97,17 @@ def _rejection(rejection: Rejection) -> dict[str, Any]:
 
 
 def _parts(memory: MemoryEstimate) -> dict[str, int]:
-    return {field.name: getattr(memory, field.name) for field in dataclasses.fields(memory)}
+    return {name: getattr(memory, name) for name in PARTS}
+
+
+def _group(group: GroupCost) -> dict[str, Any]:
+    return {
+        "ungrouped_peak_bytes": group.ungrouped.total,
+        "ungrouped_peak_at": group.ungrouped.peak_at,
+        "loop_forward_bytes": group.forward_bytes,
+        "loop_backward_bytes": group.backward_bytes,
+        "loop_s": group.seconds,
+    }
 
 
 def _message(cost: MessageCost) -> dict[str, Any]:
