@@ -15,15 +15,13 @@ from amsp_jax.cost.storage import leaf_counts, stored_opt_state
 from amsp_jax.cost.trace import Matmul, ModelTrace, PartTrace, Work
 from amsp_jax.plan import MASTER_BYTES, LeafPlan, Plan
 
-# What a loop over a group moves, as seen in LLaMA compiled for H100 (jax 0.11.2).
+# What a loop over a group moves, as seen in LLaMA compiled for H100, and traced on one H200 (jax 0.11.2).
 _STACKED = 2 + 1.5
 """Bytes for each that is kept: read and written into a stack, which is zeroed before; half of the stacks by a copy."""
 _TAKEN = 1
 """Likewise where it is read back: half of it, what kernels and products take, is copied out, all else read in place."""
 _ZEROED = 1.5
 """Bytes for each of a sum's zeros."""
-_ADDED = 1 / 6
-"""Of whole gradients, those that are added in a pass of their own, q and k; other products add to the sum in place."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,5 +115,5 @@ def loop_bytes(kept_bytes: int, input_bytes: int, leaves: Sequence[LeafPlan], gr
     values = sum(map(num_values, leaves))
     ahead = group * (_STACKED * kept_bytes + 2 * input_bytes)
     # Of a gradient: the sum is read and written, and the product's result in two bytes is read.
-    back = group * (_TAKEN * kept_bytes + _ADDED * values * (2 * GRAD_BYTES + 2)) + _ZEROED * values * GRAD_BYTES
+    back = group * (_TAKEN * kept_bytes + values * (2 * GRAD_BYTES + 2)) + _ZEROED * values * GRAD_BYTES
     return ahead, back

@@ -198,10 +198,9 @@ class _Moments:
         self.has_replicas = bool(self.axes.replica) or plan.parallel.context > 1
         once = bool(self.axes.grad or self.axes.opt or self.axes.replica)
         self.window = reduction_window(blocks, is_last=once and settings.peel_last)
-        peels = once and settings.peel_first and settings.peel_last
-        # The zeros of the peeled microbatches are one array, alive across the loop, which has its own.
-        zeros = sum(num_values(leaf) for leaf in jax.tree.leaves(embed)) * GRAD_BYTES
-        self.zeros = zeros * (2 if peels and accumulation > 2 else 1)
+        self.zeros = sum(num_values(leaf) for leaf in jax.tree.leaves(embed)) * GRAD_BYTES
+        # See `step._head_of`; a tied table's gradient is complete only with the embedding's.
+        self.head_waits = self.tied or any(leaf.param_axes for leaf in jax.tree.leaves(head))
         self.opt_grads = sum(leaf.num_opt_shard * n for leaf, n in leaf_counts(sketch, plan)) * GRAD_BYTES
         reduced = [sum(leaf.num_opt_shard for leaf in jax.tree.leaves(leaves)) for leaves in blocks]
         late = [reduced[kind] for kind in sketch.order][: self.window]
@@ -224,6 +223,7 @@ class _Moments:
         num_blocks = len(self.backwards)
         for done in range(num_blocks):
             yield block_moment(num_blocks - done, num_blocks), self._block(done)
+        yield "the embedding runs backward", self._embedding()
         yield "gradients are reduced at the end of the step", self._end()
 
     def _loss(self) -> dict[str, int]:
@@ -233,7 +233,7 @@ class _Moments:
             "grads": self.grads if self.accumulates else 0,
             "activations": self.saved + self.head.trace.backward_bytes,
             "gathered": self.head.gathered + (self.embed.gathered if self.tied else 0),
-            "reductions": self.zeros if self.accumulates else 0,
+            "reductions": 0,
         }
 
     def _first(self) -> dict[str, int]:
@@ -247,20 +247,27 @@ class _Moments:
     def _block(self, done: int) -> dict[str, int]:
         """The backward pass of the block before the last `done` ones."""
         block = self.backwards[done]
-        operands, full = self._waiting(done)
+        behind = self._behind(done)
         saved = self.saved - self.saved_of[done + 1]
+        return behind | {
+            "activations": saved + block.trace.backward_bytes + behind["activations"],
+            "gathered": block.gathered,
+        }
+
+    def _embedding(self) -> dict[str, int]:
+        """The end of the backward pass: zeros to which the embedding's gradient is added."""
+        behind = self._behind(len(self.backwards))
+        return behind | {"reductions": behind["reductions"] + self.zeros}
+
+    def _behind(self, done: int) -> dict[str, int]:
+        """What is alive of the `done` last blocks, and of the parts around the blocks."""
+        operands, full = self._waiting(done)
         copies, grads = self.copies, self.grads
         if not self.accumulates:
             # Nothing uses a copy again once its part is done, and gradients come into being one after another.
             copies -= self.head.copy + self.copies_of[done]
             grads = self.grads_of[max(0, done - self.window)] if self.window else 0
-        return {
-            "params": copies,
-            "grads": grads,
-            "activations": saved + block.trace.backward_bytes + operands,
-            "gathered": block.gathered,
-            "reductions": full + self.zeros,
-        }
+        return {"params": copies, "grads": grads, "activations": operands, "reductions": full}
 
     def _waiting(self, done: int) -> tuple[int, int]:
         """Bytes of operands of parameter gradients, and of gradients that are not reduced, of the `done` last blocks.
@@ -269,7 +276,8 @@ class _Moments:
         only with the embedding's, always do.
         """
         if self.window is None or done < 2:
-            return self.head.trace.pending_bytes + self.pending_of[done], 0
+            head = self.head.trace.pending_bytes if self.head_waits else 0
+            return head + self.pending_of[done], 0 if self.head_waits else self.head.full_grads
         late = self.backwards[max(0, done - 1 - (self.window - 2)) : done - 1]
         full = sum(stage.full_grads for stage in late)
         head = self.head.trace.pending_bytes if self.tied else 0

@@ -82,11 +82,12 @@ def _group_lines(memory: MemoryEstimate, group: GroupCost) -> str:
     rows = [["moved by loops over groups beside their kernels, a step", "GiB"]]
     for what, num_bytes in (
         ("forward: what blocks keep, into stacks of zeros; blocks' inputs", group.forward_bytes),
-        ("backward: half of what blocks keep; zeros of whole gradients, sums of a sixth", group.backward_bytes),
+        ("backward: half of what blocks keep; zeros of whole gradients, and their sums", group.backward_bytes),
         (f"{seconds(group.seconds)} of computing", group.forward_bytes + group.backward_bytes),
     ):
         rows.append([what, gib(num_bytes)])
-    return "\n".join([peak, "", *aligned(rows, left=(0,)), "as seen in programs compiled for H100, not timed"])
+    basis = "as seen in programs compiled for H100 and a trace of one H200"
+    return "\n".join([peak, "", *aligned(rows, left=(0,)), basis])
 
 
 def _ticks(estimate: Estimate) -> str:
