@@ -4,7 +4,7 @@
 #   OUT=benchmarks/out benchmarks/run_all.sh [part ...]
 # Parts, all if none is named; those of the network want two GPUs or an even number:
 #   peer_7b peer_1b     MFU beside PyTorch FSDP2; 32 layers of 7B from 4 GPUs on, 16 on 2, 8 on one
-#   compile             32 layers: seconds to trace and compile, and again from the cache
+#   compile             32 layers, of 7B from 4 GPUs on, else of 1B: seconds to trace and compile, and again from the cache
 #   calibrate           the links of the GPUs as two nodes, for the planner
 #   strategies ablation the named strategies, and overlap part by part, on that network
 #   groups              the named strategies there, depth-first and breadth-first
@@ -31,12 +31,13 @@ peer_1b() {
 }
 
 compile() {
-  local microbatches start
+  local microbatches start model=(--model llama-7b)
+  [ "$gpus" -lt 4 ] && model=(--model llama-1b --overrides "{'num_layers': 32}")
   for microbatches in 1 4; do
     for start in first second; do
       local name="32 layers x$microbatches, $start start" cache="$OUT/cache_x$microbatches"
       [ $start = first ] && ! grep -qF "$name" "$OUT/compile.jsonl" 2>/dev/null && rm -rf "$cache"
-      "$here/record.sh" "$OUT/compile.jsonl" "$name" 170 python3 "$here/train_step.py" --model llama-7b \
+      "$here/record.sh" "$OUT/compile.jsonl" "$name" 170 python3 "$here/train_step.py" "${model[@]}" \
         --microbatch 1 --accumulation $microbatches --steps 1 --warmup 1 --cache "$cache"
     done
   done

@@ -71,15 +71,15 @@ def test_a_gradient_in_bfloat16_is_summed_over_chunks_in_float32():
     x, targets, weights = operands(jnp.bfloat16)
     matrix = draw_matrix(1, jnp.bfloat16)
 
-    def gradient(num_chunks):
-        grad = jax.jit(jax.grad(lambda m: ChunkedLoss(num_chunks, 1, VOCAB)(x, m, targets, weights)[0]))(matrix)
-        assert grad.dtype == jnp.bfloat16
+    def gradient(num_chunks, dtype):
+        loss = jax.jit(jax.grad(lambda m: ChunkedLoss(num_chunks, 1, VOCAB)(x.astype(dtype), m, targets, weights)[0]))
+        grad = loss(matrix.astype(dtype))
+        assert grad.dtype == dtype
         return np.asarray(grad, np.float32)
 
-    # The sum in float32 differs from one chunk's by its order alone: at most the last bit after rounding.
-    one, many = gradient(1), gradient(ROWS * SEQ)
-    assert np.all(np.abs(many - one) <= 2**-7 * np.abs(one))
-    assert np.mean(many != one) < 0.05
+    # One rounding is 0.0017 here, on the average; the same 22 chunks summed in bfloat16 are 0.0040 off.
+    exact, many = gradient(1, jnp.float32), gradient(ROWS * SEQ, jnp.bfloat16)
+    assert np.mean(np.abs(many - exact)) < 0.0025 * np.mean(np.abs(exact))
 
 
 def products(function, *args):

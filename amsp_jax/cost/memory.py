@@ -233,7 +233,6 @@ class _Moments:
             "grads": self.grads if self.accumulates else 0,
             "activations": self.saved + self.head.trace.backward_bytes,
             "gathered": self.head.gathered + (self.embed.gathered if self.tied else 0),
-            "reductions": 0,
         }
 
     def _first(self) -> dict[str, int]:
