@@ -198,11 +198,11 @@ def _after_reduction(ready: Any, vjp: Any, grads: Params) -> tuple[Any, Params]:
     leaves, structure = jax.tree.flatten(grads)
     if not leaves:
         return after(ready, vjp), grads
-    sign = sum(leaf[(0,) * leaf.ndim] for leaf in leaves)
-    vjp, sign = after(ready, (vjp, sign))
-    # XLA forgets a number that nothing uses. This one is 0, or NaN if a gradient is.
+    probe = sum(leaf[(0,) * leaf.ndim] for leaf in leaves)
+    vjp, probe = after(ready, (vjp, probe))
+    # XLA forgets a number that nothing uses. What is added is 0, NaN only where a gradient is not finite.
     smallest = min(range(len(leaves)), key=lambda i: leaves[i].size)
-    leaves[smallest] = leaves[smallest] + jnp.minimum(jnp.abs(sign), 0)
+    leaves[smallest] = leaves[smallest] + jnp.minimum(jnp.abs(probe), 0)
     return vjp, jax.tree.unflatten(structure, leaves)
 
 

@@ -31,9 +31,9 @@ MODELS = {
 
 
 @functools.cache
-def model(name: str, num_layers: int = 2) -> Model:
+def model(name: str, num_layers: int = 2, tied: bool = True) -> Model:
     base, overrides = MODELS[name]
-    return perturbed(build_model(base, {**overrides, "num_layers": num_layers, "tied": True, "init_std": 0.2}))
+    return perturbed(build_model(base, {**overrides, "num_layers": num_layers, "tied": tied, "init_std": 0.2}))
 
 
 def perturbed(built: Model, noise: float = 0.1) -> Model:

@@ -11,7 +11,7 @@ from oracle import RANKS, Run, assert_equal_metrics, assert_equal_states, batche
 from amsp_jax.model import Model
 from amsp_jax.optimizer import to_true
 from amsp_jax.plan import make_plan
-from amsp_jax.stack import Remat
+from amsp_jax.stack import Remat, reduction_window
 from amsp_jax.state import init_state, reshard, true_state
 from amsp_jax.step import StepSettings, make_eval_step, make_train_step
 from amsp_jax.strategy import DataRanks, all_degrees, parse
@@ -74,6 +74,21 @@ def test_settings_change_no_number(remat, peel):
         ["sgd"],
         settings=StepSettings(remat=remat, peel_first=peel, peel_last=peel),
     )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulation"), [("zero1", 3), ("zero2", 1), ("zero2", 3), ("zero3", 1), (QUICKSTART, 3)]
+)
+def test_blocks_that_wait_for_reductions_train_as_one_device(strategy, accumulation):
+    """More blocks than may wait for one another, and a head with a matrix of its own."""
+    model, optimizer = oracle.model("llama", num_layers=8, tied=False), oracle.optimizer("sgd")
+    plan = plan_for(strategy, model)
+    window = reduction_window(model.split(plan.leaves)[1], is_last=accumulation > 1)
+    assert window and window < len(model.blocks)
+    metrics, state = Run(model, plan).train(optimizer, batches(steps=2), accumulation)
+    expected_metrics, expected = Run(model, plan_for("ddp", model, DataRanks(1))).train(optimizer, batches(steps=2))
+    assert_equal_metrics(metrics, expected_metrics)
+    assert_equal_states(state, expected, largest=True)
 
 
 def test_oracle_is_plain_jax():

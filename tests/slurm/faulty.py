@@ -3,11 +3,11 @@
 FOLDER/faults.json lists the faults, each of which happens once, though the run starts again: {"step": 7, "saved": 5,
 "process": 1, "what": "kill"}. What: "raise" an exception, "kill" or "stop" the process by a signal, "hang" its main
 thread; "pause" makes all processes wait until FOLDER/go.STEP exists, for a fault that comes from outside. In
-FOLDER/steps.jsonl process 0 says which step it dispatched, when and in which start of the job; FOLDER/done.STEP exists
-from a fault on.
+FOLDER/steps.jsonl process 0 says which step it dispatched, when and in which start of the job; FOLDER/at.STEP exists
+from a fault, or from a pause, on.
 
-Checkpoints are written in the background, and a disk may be slow: each fault waits until that of its step "saved" is
-complete, so that what is lost is known.
+Checkpoints are written in the background, and a disk may be slow: each fault and each pause waits until that of its
+step "saved" is complete, so that what is lost is known.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ def _await_checkpoint(step: int) -> None:
 
 def _happen(fault: dict[str, Any]) -> None:
     step, what = fault["step"], fault["what"]
-    if not (FOLDER / f"done.{step}").exists():
-        _await_checkpoint(fault["saved"])
+    at, go = FOLDER / f"at.{step}", FOLDER / f"go.{step}"
+    if (go if what == "pause" else at).exists():
+        return
+    _await_checkpoint(fault["saved"])
+    if what != "pause" and fault["process"] != PROCESS:
+        return
+    at.touch()
     if what == "pause":
-        while not (FOLDER / f"go.{step}").exists():
+        while not go.exists():
             time.sleep(0.05)
         return
-    if fault["process"] != PROCESS or (FOLDER / f"done.{step}").exists():
-        return
-    (FOLDER / f"done.{step}").touch()
     if what == "raise":
         raise RuntimeError(f"injected at step {step}")
     if what == "hang":

@@ -87,8 +87,8 @@ class Job:
 
     def survive(self, name: str, step: int, happens: Callable[[], Any] | None = None) -> Fault:
         """Waits for the fault at `step`, or makes it, and for the training to go on in the job's next start."""
-        reached, seen = f"done.{step}" if happens is None else None, len(self.log)
-        self.slurm.until(lambda: self._at(step, reached), self.number)
+        seen = len(self.log)
+        self.slurm.until((self.folder / f"at.{step}").exists, self.number)
         if happens is not None:
             happens()
         begun, restarts = time.time(), self._restarts()
@@ -107,11 +107,6 @@ class Job:
             continue_s=after["time"] - begun,
             steps_lost=before[-1]["step"] - after["step"] + 1,
         )
-
-    def _at(self, step: int, marker: str | None) -> bool:
-        if marker:
-            return (self.folder / marker).exists()
-        return any(row["step"] == step for row in self.steps())
 
     def _restarts(self) -> str:
         return self.slurm.job(self.number)["Restarts"]
