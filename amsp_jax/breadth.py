@@ -13,9 +13,11 @@ block runs backward once those of `WINDOW` blocks earlier are reduced.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -23,7 +25,7 @@ from jax import lax
 from amsp_jax.collectives import Reduction, gathered, param_shard, reduce, reduce_last, use
 from amsp_jax.errors import UserError
 from amsp_jax.model import Batch, LossOutput, Model, Params, Part
-from amsp_jax.stack import Remat, after, policy
+from amsp_jax.stack import Remat, after, policy, shared
 
 WINDOW = 2
 """How many blocks a gradient's reduction may lag: it runs beside the block after its own."""
@@ -97,28 +99,31 @@ def group_grads(
     embed_w = group.param_shards(embed_l, embed_w)
     embed = group.whole(embed_l, embed_w)
     x = loop.each(lambda batch, keys: model.embed.apply(embed, batch, keys), batch, keys[0])
-    before, blocks = x, []
-    for part, leaf, shard, block_keys in zip(model.blocks, blocks_l, blocks_w, keys[1:-1], strict=True):
-        block = _Block(part, leaf, group, group.param_shards(leaf, after(before, shard)), loop)
-        before, x = x, block.forward(x, batch, block_keys)
-        blocks.append(block)
+    forwards = shared(functools.partial(_forward, group), model.blocks, blocks_l)
+    before, used, inputs, kept = x, [], [], []
+    for forward, leaf, shard, block_keys in zip(forwards, blocks_l, blocks_w, keys[1:-1], strict=True):
+        used.append(group.param_shards(leaf, after(before, shard)))
+        inputs.append((x, batch, block_keys))
+        y, saved = forward(zero, used[-1], inputs[-1])
+        before, x = x, y
+        kept.append(saved)
     head_w = group.param_shards(head_l, after(before, head_w))
     params = group.whole(head_l, head_w), embed if model.tied else None
     sums, (grad, tied_grad), cotangent = _head(model.head, params, x, batch, keys[-1], loop)
 
     # Of the head, the last block, and so on.
     reduced, ready = [group.reduce(head_l, head_t, grad)], cotangent
-    for block, total in zip(blocks[::-1], blocks_t[::-1], strict=True):
+    backwards = shared(functools.partial(_backward, group), model.blocks, blocks_l)
+    for i in reversed(range(len(backwards))):
         late = len(reduced) - WINDOW
         if late >= 0:
             cotangent, reduced[late] = lax.optimization_barrier((cotangent, reduced[late]))
-        grad, next_cotangent = block.backward(cotangent, ready)
-        ready, cotangent = cotangent, next_cotangent
-        reduced.append(group.reduce(block.leaves, total, after(reduced[-1], grad)))
+        shard = after(ready, used[i])
+        ready, (grad, cotangent) = cotangent, backwards[i](zero, shard, inputs[i], kept[i], cotangent)
+        reduced.append(group.reduce(blocks_l[i], blocks_t[i], after(reduced[-1], grad)))
     grad = _embed_grad(model.embed, embed, tied_grad, cotangent, batch, keys[0], loop)
     first = group.reduce(embed_l, embed_t, after(reduced[-1], grad))
-    used = model.join(embed_w, [block.shards for block in blocks], head_w)
-    return sums, model.join(first, reduced[:0:-1], reduced[0]), used
+    return sums, model.join(first, reduced[:0:-1], reduced[0]), model.join(embed_w, used, head_w)
 
 
 def check_group(group: int, num_microbatches: int, num_stages: int = 1) -> None:
@@ -137,22 +142,40 @@ def check_group(group: int, num_microbatches: int, num_stages: int = 1) -> None:
         raise UserError(f"MICROBATCH_GROUP={group}, but a step has {count} on a rank, to be in equal groups; {other}")
 
 
-class _Block:
-    """A block on a group, and what it keeps from its forward to its backward pass."""
+@flax.struct.dataclass
+class _Saved:
+    """What a block keeps of a group for its backward pass.
 
-    def __init__(self, part: Part, leaves: Params, group: Group, shards: Params, loop: _Loop) -> None:
-        self.part, self.leaves, self.group, self.shards, self.loop = part, leaves, group, shards, loop
+    Attributes:
+      arrays: [group, ...], those of the `vjp` of a microbatch that are not known.
+      known: for each array of the `vjp`, which leaf of the gathered parameters and the block's inputs it is, or None.
+        Neither parameters, which are gathered again, nor what the block was given are kept a second time.
+      structure: of the `vjp`.
+    """
 
-    def forward(self, x: Any, batch: Batch, keys: jax.Array) -> Any:
-        """What flows to the next block, [group, ...]."""
-        whole = self.group.whole(self.leaves, self.shards)
-        kept = policy(self.group.remat)
+    arrays: list[jax.Array]
+    known: tuple[int | None, ...] = flax.struct.field(pytree_node=False)
+    structure: Any = flax.struct.field(pytree_node=False)
 
-        def run(sinks: Params, x: Any, whole: Params, batch: Batch, key: jax.Array) -> Any:
-            return self.part.apply(_used(whole, sinks), x, batch, key)
+    def vjp(self, arrays: list[jax.Array], whole: Params, given: Any) -> Any:
+        """Of one microbatch."""
+        known, others = jax.tree.leaves((whole, given)), iter(arrays)
+        return jax.tree.unflatten(self.structure, [next(others) if i is None else known[i] for i in self.known])
+
+
+def _forward(group: Group, part: Part, leaves: Params) -> Callable[..., tuple[Any, _Saved]]:
+    """A block's `(zero, P shards, its inputs) -> (what flows to the next block, [group, ...], _Saved)`."""
+
+    def run(sinks: Params, x: Any, whole: Params, batch: Batch, key: jax.Array) -> Any:
+        return part.apply(_used(whole, sinks), x, batch, key)
+
+    run_again = jax.checkpoint(run, policy=policy(group.remat), prevent_cse=False)
+
+    def forward(zero: jax.Array, shards: Params, given: Any) -> tuple[Any, _Saved]:
+        whole = group.whole(leaves, shards)
+        aside: dict[str, Any] = {}
 
         def one(x: Any, batch: Batch, key: jax.Array) -> Any:
-            run_again = jax.checkpoint(run, policy=kept, prevent_cse=False)
             floats, joined = _floats(x)
 
             def differentiable(sinks: Params, floats: list[jax.Array]) -> Any:
@@ -160,26 +183,34 @@ class _Block:
                 return _floats(y)[0], y
 
             _, vjp, y = jax.vjp(differentiable, _zeros(whole), floats, has_aux=True)
-            saved, self.structure = jax.tree.flatten(vjp)
-            # Neither parameters, which are gathered again, nor what the block was given are kept a second time.
-            known = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((whole, x, batch, key)))}
-            self.known = [known.get(id(leaf)) for leaf in saved]
-            return y, [leaf for leaf, i in zip(saved, self.known, strict=True) if i is None]
+            saved, structure = jax.tree.flatten(vjp)
+            places = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((whole, x, batch, key)))}
+            known = tuple(places.get(id(leaf)) for leaf in saved)
+            aside.update(known=known, structure=structure)
+            return y, [leaf for leaf, i in zip(saved, known, strict=True) if i is None]
 
-        self.given = x, batch, keys
-        y, self.saved = self.loop.each(one, *self.given)
-        return y
+        y, arrays = _Loop(zero).each(one, *given)
+        return y, _Saved(arrays=arrays, **aside)
 
-    def backward(self, cotangents: list[jax.Array], ready: Any) -> tuple[Params, list[jax.Array]]:
-        """The float32 gradient of whole parameters, gathered again once `ready` is there, and x's cotangents."""
-        whole = self.group.whole(self.leaves, after(ready, self.shards))
+    return forward
 
-        def one(cotangents: list[jax.Array], given: Any, saved: list[Any]) -> Any:
-            known, others = jax.tree.leaves((whole, given)), iter(saved)
-            leaves = [next(others) if i is None else known[i] for i in self.known]
-            return jax.tree.unflatten(self.structure, leaves)(cotangents)
 
-        return self.loop.sum(one, cotangents, self.given, self.saved)
+def _backward(group: Group, part: Part, leaves: Params) -> Callable[..., tuple[Params, list[jax.Array]]]:
+    """A block's `(zero, P shards, its inputs, _Saved, cotangents) -> (gradient, x's cotangents)`, the gradient that of
+    whole parameters, in float32."""
+    del part
+
+    def backward(
+        zero: jax.Array, shards: Params, given: Any, saved: _Saved, cotangents: list[jax.Array]
+    ) -> tuple[Params, list[jax.Array]]:
+        whole = group.whole(leaves, shards)
+
+        def one(cotangents: list[jax.Array], given: Any, arrays: list[jax.Array]) -> Any:
+            return saved.vjp(arrays, whole, given)(cotangents)
+
+        return _Loop(zero).sum(one, cotangents, given, saved.arrays)
+
+    return backward
 
 
 def _head(part: Part, params: Any, x: Any, batch: Batch, keys: jax.Array, loop: _Loop) -> tuple[LossOutput, Any, Any]:

@@ -64,6 +64,7 @@ class Part:
       apply: the mathematics on one device, with whole parameters in the compute dtype:
         embed `apply(params, batch, rng) -> x`, block `apply(params, x, batch, rng) -> x`,
         head `apply(params, embed_params, x, batch, rng) -> ((loss_sum, weight_sum), aux)`.
+        Blocks that share one `apply` object, and whose parameters have equal shapes, are traced once.
       splits: a `Split` or None in place of each parameter; None altogether if the part knows no tensor parallelism.
         With it, `apply` gets each rank's piece of the split parameters and communicates by `amsp_jax.tensor`.
     """

@@ -87,6 +87,11 @@ class LeafPlan:
         """Whether the stored array is longer than the leaf."""
         return self.storage_shape != self.shape
 
+    @property
+    def kind(self) -> LeafPlan:
+        """The leaf without its name and place: those of one kind are stored and communicated alike."""
+        return dataclasses.replace(self, path="", note="", block=-1)
+
     def has_copy(self, dtype: Any) -> bool:
         """Whether a copy of the P shard in a compute dtype is kept for the step.
 

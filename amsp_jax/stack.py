@@ -135,12 +135,24 @@ def run_blocks(
     """
     if not blocks:
         return x
-    applies = [_checkpointed(part, leaf, gather_tree, remat) for part, leaf in zip(blocks, leaves, strict=True)]
+    applies = shared(functools.partial(_checkpointed, gather_tree, remat), blocks, leaves)
     stack = _stack(applies, reduction_window(leaves, gather_tree.is_last))
     return stack(list(sinks), x, (list(shards), batch, list(keys)))
 
 
-def _checkpointed(part: Part, leaves: Params, gather_tree: Gather, remat: Remat) -> Callable[..., Any]:
+def shared(make: Callable[..., Any], blocks: Sequence[Part], leaves: Sequence[Params]) -> list[Callable[..., Any]]:
+    """`make(block, leaves)` of each, jitted; equal blocks share one, which jax traces, transposes and lowers once."""
+    functions: dict[Any, Callable[..., Any]] = {}
+    kinds = []
+    for part, tree in zip(blocks, leaves, strict=True):
+        plans, structure = jax.tree.flatten(tree)
+        kinds.append((id(part.apply), structure, *(leaf.kind for leaf in plans)))
+        if kinds[-1] not in functions:
+            functions[kinds[-1]] = jax.jit(make(part, tree))
+    return [functions[kind] for kind in kinds]
+
+
+def _checkpointed(gather_tree: Gather, remat: Remat, part: Part, leaves: Params) -> Callable[..., Any]:
     def apply(sinks: Params, x: Any, shards: Params, batch: Batch, key: jax.Array) -> Any:
         return part.apply(gather_tree(leaves, shards, sinks), x, batch, key)
 

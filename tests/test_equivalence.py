@@ -1,5 +1,7 @@
 """Every strategy trains as one device does: loss, gradient norm, parameters and moments, in float32."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +12,10 @@ from oracle import RANKS, Run, assert_equal_metrics, assert_equal_states, batche
 
 from amsp_jax.model import Model
 from amsp_jax.optimizer import to_true
-from amsp_jax.plan import make_plan
+from amsp_jax.parallel import ModelParallel
+from amsp_jax.plan import make_plan, plan_model
 from amsp_jax.stack import Remat, reduction_window
-from amsp_jax.state import init_state, reshard, true_state
+from amsp_jax.state import abstract_state, init_state, reshard, true_state
 from amsp_jax.step import StepSettings, make_eval_step, make_train_step
 from amsp_jax.strategy import DataRanks, all_degrees, parse
 
@@ -89,6 +92,34 @@ def test_blocks_that_wait_for_reductions_train_as_one_device(strategy, accumulat
     expected_metrics, expected = Run(model, plan_for("ddp", model, DataRanks(1))).train(optimizer, batches(steps=2))
     assert_equal_metrics(metrics, expected_metrics)
     assert_equal_states(state, expected, largest=True)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulation", "settings"),
+    [("zero3", 1, {}), (QUICKSTART, 3, {}), ("zero2", 3, {"group": 3}), ("zero3", 2, {"pipeline": 2})],
+)
+def test_equal_blocks_are_traced_once(strategy, accumulation, settings):
+    """However many there are: the calls of a block's function, in Python, are those of the first."""
+    counts = [num_block_calls(strategy, accumulation, num_layers, **settings) for num_layers in (4, 8)]
+    assert counts[0] == counts[1]
+
+
+def num_block_calls(strategy, accumulation, num_layers, pipeline=1, **settings):
+    model = oracle.model("llama", num_layers)
+    block, calls = model.blocks[0], []
+
+    def apply(*args):
+        calls.append(args)
+        return block.apply(*args)
+
+    model = dataclasses.replace(model, blocks=(dataclasses.replace(block, apply=apply),) * num_layers)
+    parallel = ModelParallel(pipeline=pipeline)
+    ranks = parallel.data_ranks(num_nodes=2, devices_per_node=4)
+    plan = plan_model(strategy, model, ranks, jax.devices(), jnp.dtype("float32"), parallel)
+    step = make_train_step(model, oracle.optimizer("sgd"), plan, StepSettings(**settings))
+    batch = oracle.split(batches(steps=1)[0], accumulation)
+    step.trace(abstract_state(model, oracle.optimizer("sgd"), plan), batch, 0)
+    return len(calls)
 
 
 def test_oracle_is_plain_jax():
