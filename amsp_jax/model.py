@@ -225,7 +225,7 @@ class Model:
         """The parameter tree as `jax.ShapeDtypeStruct`s, float32, on no device.
 
         Raises:
-          UserError: a leaf is no floating-point array.
+          UserError: a leaf is no floating-point array, or holds nothing.
         """
         key = jax.eval_shape(lambda: jax.random.key(0))
         shapes = {init: jax.eval_shape(init, key) for init in {part.init for part in self.parts}}
@@ -238,5 +238,9 @@ def _float32(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         raise UserError(
             f"parameter {jax.tree_util.keystr(path)} is {leaf.dtype}; parameters are trained, so they are "
             "floating-point. Keep integers and tables in the model's code"
+        )
+    if 0 in leaf.shape:
+        raise UserError(
+            f"parameter {jax.tree_util.keystr(path)} has shape {leaf.shape} and holds nothing; leave it out of the tree"
         )
     return jax.ShapeDtypeStruct(leaf.shape, jnp.float32)

@@ -212,9 +212,9 @@ def _after_reduction(ready: Any, vjp: Any, grads: Params) -> tuple[Any, Params]:
         return after(ready, vjp), grads
     probe = sum(leaf[(0,) * leaf.ndim] for leaf in leaves)
     vjp, probe = after(ready, (vjp, probe))
-    # XLA forgets a number that nothing uses. What is added is 0, NaN only where a gradient is not finite.
+    # XLA forgets a number that nothing uses. What is added is 0, also where the number is NaN: that is another leaf's.
     smallest = min(range(len(leaves)), key=lambda i: leaves[i].size)
-    leaves[smallest] = leaves[smallest] + jnp.minimum(jnp.abs(probe), 0)
+    leaves[smallest] = leaves[smallest] + jnp.where(jnp.isnan(probe), 0, jnp.minimum(jnp.abs(probe), 0))
     return vjp, jax.tree.unflatten(structure, leaves)
 
 

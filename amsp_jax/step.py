@@ -176,6 +176,7 @@ def make_grad_fn(model: Model, plan: Plan, settings: StepSettings) -> GradFn:
 
     `params` are the stored master; batch as in `make_train_step`; sums are global. To be called under `jit`.
     """
+    model = _summing_in_float32(model)
 
     def stage(params: Params, batch: Batch, rows: jax.Array, seed: Any, step: Any) -> tuple[LossSums, Params]:
         schedule = Schedule(settings.schedule, plan.parallel.pipeline, settings.virtual_stages, len(rows))
@@ -201,6 +202,17 @@ def make_grad_fn(model: Model, plan: Plan, settings: StepSettings) -> GradFn:
         return mapped(params, batch, rows, jnp.asarray(seed), jnp.asarray(step))
 
     return grads_of
+
+
+def _summing_in_float32(model: Model) -> Model:
+    """The model with sums of losses and weights in float32, in which they are added up over microbatches and ranks:
+    bfloat16 stands still at 256 tokens that are added one by one."""
+
+    def apply(*args: Any) -> LossOutput:
+        (total, weight), aux = model.head.apply(*args)
+        return (jnp.asarray(total, jnp.float32), jnp.asarray(weight, jnp.float32)), aux
+
+    return dataclasses.replace(model, head=dataclasses.replace(model.head, apply=apply))
 
 
 def in_context_order(plan: Plan, batch: Batch) -> Batch:
@@ -418,6 +430,7 @@ def _global_sums(plan: Plan, sums: LossSums) -> LossSums:
 
 def make_eval_step(model: Model, plan: Plan, settings: StepSettings) -> Callable[[Params, Batch], LossSums]:
     """The jitted `(params, batch) -> global sums`, the batch as in `make_train_step`; keys are those of step 0."""
+    model = _summing_in_float32(model)
 
     def local(params: Params, batch: Batch, rows: jax.Array) -> LossSums:
         sums = _as_sums(_forward(model, plan, settings, params, batch, rows))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from typing import Any, Literal
 
 from amsp_jax.errors import UserError
 
 AttentionImplementation = Literal["xla", "cudnn", "pallas"]
+
+# Far above any model. Each layer is in the plan by itself, and arrays are counted in 32 bits.
+_LARGEST = {"num_layers": 10_000}
+_LARGEST_SIZE = 100_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +34,7 @@ class TransformerConfig:
         alive at a time; for large vocabularies.
 
     Raises:
-      UserError: a size has the wrong type, is not positive or does not divide.
+      UserError: a size has the wrong type, is not positive, is absurdly large or does not divide.
     """
 
     num_layers: int
@@ -78,5 +83,10 @@ class TransformerConfig:
         accepted = (int, float) if kind is float else (kind,)
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             raise UserError(f"{where} is of type {type(value).__name__}; it must be of type {kind.__name__}.")
-        if kind is not bool and value <= 0:
+        if kind is not bool and not value > 0:
             raise UserError(f"{where} must be greater than 0.")
+        largest = _LARGEST.get(name, _LARGEST_SIZE)
+        if kind is int and value > largest:
+            raise UserError(f"{where} must be at most {largest:,}.")
+        if kind is float and not value < math.inf:
+            raise UserError(f"{where} must be finite.")

@@ -264,3 +264,23 @@ def test_reshard_keeps_statistics_that_look_like_another_parameter():
     true, moved = true_state(model, optimizer), reshard(state, new)
     assert jax.tree.map(jnp.shape, moved.opt_state) == jax.tree.map(jnp.shape, true.opt_state)
     jax.tree.map(np.testing.assert_array_equal, to_true(moved, true), to_true(state, true))
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_sums_are_in_float32_whatever_a_model_gives(group):
+    """767 tokens are no number of bfloat16, 31 and 32 are."""
+
+    def loss(params, batch, rng):
+        losses = params["w"][batch["tokens"]] * batch["weights"]
+        return (jnp.sum(losses).astype(jnp.bfloat16), jnp.sum(batch["weights"]).astype(jnp.bfloat16)), {}
+
+    model, optimizer = Model.from_loss(loss, lambda key: {"w": jnp.ones(8)}), optax.sgd(0.1)
+    plan = plan_for("zero2", model, DataRanks(per_node=4, num_nodes=1))
+    weights = np.ones((6, 16, 8), np.float32)
+    weights[0, 0, 0] = 0
+    batch = plan.place({"tokens": np.zeros((6, 16, 8), np.int32), "weights": weights})
+    state = init_state(model, optimizer, plan, seed=0)
+    sums = make_eval_step(model, plan, StepSettings())(state.params, batch)
+    state, metrics = make_train_step(model, optimizer, plan, StepSettings(group=group))(state, batch, np.uint32(0))
+    assert (sums.loss, sums.weight) == (767, 767)
+    assert (metrics.num_tokens, metrics.loss, metrics.grad_norm) == (767, 1, 1)

@@ -1,6 +1,7 @@
 """The models as single-device mathematics, against a numpy oracle; the registry and its numbers."""
 
 import dataclasses
+import math
 import re
 import time
 from collections.abc import Callable
@@ -318,6 +319,10 @@ def test_overrides_and_runtime_values():
         ("llama-7b", {"num_layers": 2.0}, "num_layers=2.0 is of type float"),
         ("llama-7b", {"tied": 1}, "tied=1 is of type int; it must be of type bool"),
         ("llama-7b", {"hidden": 0}, "hidden=0 must be greater than 0"),
+        ("llama-7b", {"num_layers": 10**9}, "num_layers=1000000000 must be at most 10,000."),
+        ("llama-7b", {"hidden": 32 * 10**12}, "hidden=32000000000000 must be at most 100,000,000."),
+        ("gpt-22b", {"init_std": math.inf}, "init_std=inf must be finite."),
+        ("gpt-22b", {"norm_eps": math.nan}, "norm_eps=nan must be greater than 0"),
         ("llama-7b", {"attention": "flash"}, "attention='flash' must be one of 'xla', 'cudnn', 'pallas'"),
         ("llama-7b", {"num_heads": 30}, r"num_heads 30 does not divide hidden 4096 \(remainder 16\).* 32"),
         ("llama-7b", {"num_kv_heads": 5}, "num_kv_heads 5 does not divide num_heads 32.* 4, 8"),

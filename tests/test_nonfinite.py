@@ -11,7 +11,7 @@ import oracle
 import pytest
 from oracle import batches, plan_for
 
-from amsp_jax.model import Model
+from amsp_jax.model import Model, Part
 from amsp_jax.nonfinite import NonFinite, make_find_nonfinite
 from amsp_jax.optimizer import OPTIMIZERS, make_optimizer, num_updates, to_storage, to_true
 from amsp_jax.state import abstract_state, init_state, true_state
@@ -245,3 +245,30 @@ def test_leaves_are_named_from_the_head_to_the_embedding(strategy):
     assert found.grads[0].startswith("head.") and found.grads[-1].startswith("embed.")
     assert [path[:8] for path in found.grads[1:3]] == ["blocks.1"] * 2
     assert str(found).endswith(f", ... ({found.num_leaves} of {found.num_leaves} leaves)")
+
+
+def with_a_root(num_blocks, broken):
+    """Blocks of which one has a gradient that is NaN in one leaf, and in no other of the model."""
+
+    def block(params, x, batch, rng):
+        return jnp.tanh(x @ params["w"]) + params["bias"] + 0 * jnp.sqrt(params["root"])[0]
+
+    def head(params, embed, x, batch, rng):
+        losses = jnp.sum((x @ params["w"]) ** 2, axis=-1)
+        return (jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])), {}
+
+    def part(apply, root=1.0):
+        return Part(lambda key: {"w": jnp.eye(8), "bias": jnp.ones(8), "root": jnp.full((16, 8), root)}, apply)
+
+    blocks = tuple(part(block, 0.0 if i == broken else 1.0) for i in range(num_blocks))
+    embed = part(lambda params, batch, rng: params["w"][batch["tokens"] % 8])
+    return Model(name="own", embed=embed, blocks=blocks, head=part(head))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", *map(slow, ["ddp", "zero1", "zero2"])])
+def test_no_leaf_is_named_for_another_of_its_block(strategy):
+    model = with_a_root(num_blocks=8, broken=6)
+    plan = plan_for(strategy, model)
+    params = init_state(model, oracle.optimizer("sgd"), plan, seed=0).params
+    found = make_find_nonfinite(model, plan, StepSettings())(params, oracle.placed(plan, batches()[0], 1), SEED, 0)
+    assert (found.loss, found.params, found.grads) == (False, (), ("blocks.6.root",))

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from amsp_jax.errors import UserError
 from amsp_jax.model import Model
 from amsp_jax.optimizer import make_optimizer
 from amsp_jax.plan import LARGE_LEAF, make_plan, spec_text
@@ -265,3 +266,10 @@ def test_an_empty_leaf_is_replicated():
     leaf = make_plan("zero3", {"none": shape(0, 8)}, DataRanks(4, 2)).leaves["none"]
     assert leaf.dim is None and leaf.note == "replicated: it has no values"
     assert leaf.num_opt_shard == 0
+
+
+def test_a_parameter_that_holds_nothing_is_named():
+    """XLA's compiler crashes on a sharded one."""
+    model = Model.from_loss(lambda params, batch, rng: ((0.0, 1.0), {}), lambda key: {"w": jnp.ones((0, 4))})
+    with pytest.raises(UserError, match=r"parameter \['w'\] has shape \(0, 4\) and holds nothing; leave it out"):
+        model.abstract_params()
