@@ -306,6 +306,14 @@ def parse_command(*argv):
     return parser.parse_args(["calibrate", *argv])
 
 
+def test_the_summary_names_the_messages_of_its_times(measured):
+    cluster = measured[0]
+    (kind, group), points = next(iter(cluster.network.measured.items()))
+    ((num_bytes, seconds),) = points
+    text = f"{1e6 * seconds:.0f} us for 256 KiB, {num_bytes / seconds / 1e9:.3g} GB/s (message over time) for 256 KiB"
+    assert f"{kind} {group}: {text}" in command._summary(cluster)
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

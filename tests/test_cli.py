@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from amsp_jax import cli, launch
+from amsp_jax.__main__ import parse_args
 from amsp_jax.checks import batch_shape
 from amsp_jax.config import FIELDS, TrainConfig
 from amsp_jax.errors import UserError
@@ -89,6 +90,13 @@ def test_every_setting_has_a_default_and_a_line_of_help() -> None:
         assert f"{name.upper()} " in help_text and about in help_text
     for word in ("mics(k)", "llama-7b", "adamw", "params=... grads=... opt_state=..."):
         assert word in help_text
+
+
+@pytest.mark.parametrize("command", ["profile", "tune"])
+def test_commands_that_take_settings_say_so(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args([command, "--help"])
+    assert "--gin.NAME=VALUE" in capsys.readouterr().out
 
 
 MISTAKES = [

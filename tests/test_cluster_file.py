@@ -187,3 +187,8 @@ def test_no_difference():
     """Neither the name nor a percent of memory is one, nor a version that only one of them names."""
     running = dataclasses.replace(CLUSTER, name="running", memory_bytes=99 * 2**30, versions={}, rates=None)
     assert differences(CLUSTER, running) == differences(running, CLUSTER) == []
+
+
+def test_free_memory_of_a_host_is_no_difference():
+    file = dataclasses.replace(CLUSTER, device_kind="cpu")
+    assert differences(file, dataclasses.replace(file, memory_bytes=2 * file.memory_bytes)) == []

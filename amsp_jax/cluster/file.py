@@ -88,7 +88,7 @@ def from_json(text: str) -> Cluster:
 def differences(cluster: Cluster, running: Cluster) -> list[str]:
     """One line for each way in which `cluster`, of a file, is not the `running` one: its numbers may not hold there.
 
-    Versions are compared where both name them.
+    Versions are compared where both name them, memory where it is a device's own: what a CPU's host has free varies.
     """
     lines = [
         f"{what}: {there} in the file, {here} running"
@@ -100,7 +100,8 @@ def differences(cluster: Cluster, running: Cluster) -> list[str]:
         )
         if there != here
     ]
-    if abs(cluster.memory_bytes - running.memory_bytes) > _MEMORY_TOLERANCE * cluster.memory_bytes:
+    own_memory = running.device_kind != "cpu"
+    if own_memory and abs(cluster.memory_bytes - running.memory_bytes) > _MEMORY_TOLERANCE * cluster.memory_bytes:
         there, here = (f"{each.memory_bytes / 2**30:.1f} GiB" for each in (cluster, running))
         lines.append(f"usable memory: {there} in the file, {here} running")
     return lines

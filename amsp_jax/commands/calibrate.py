@@ -9,6 +9,7 @@ from typing import Any
 
 from amsp_jax import cli, launch
 from amsp_jax.calibrate import DEFAULT_BUDGET_S, ProgressLine, calibrate, plot_network
+from amsp_jax.calibrate.collectives import size_text
 from amsp_jax.cluster import Cluster, save_cluster
 from amsp_jax.errors import UserError
 
@@ -80,8 +81,11 @@ def _summary(cluster: Cluster) -> list[str]:
     lines.append(f"memory: {rates.memory_bytes_per_s / 1e9:.4g} GB/s")
     lines.append(f"compute beside a collective: {rates.overlap_slowdown:.2f} times as long")
     for (kind, group), points in network.measured.items() if network else ():
-        (_, shortest_s), (num_bytes, seconds) = points[0], points[-1]
-        lines.append(f"{kind} {group}: from {1e6 * shortest_s:.0f} us, to {num_bytes / seconds / 1e9:.3g} GB/s")
+        (least_bytes, shortest_s), (num_bytes, seconds) = points[0], points[-1]
+        lines.append(
+            f"{kind} {group}: {1e6 * shortest_s:.0f} us for {size_text(least_bytes)}, "
+            f"{num_bytes / seconds / 1e9:.3g} GB/s (message over time) for {size_text(num_bytes)}"
+        )
     return lines + list(cluster.assumptions)
 
 

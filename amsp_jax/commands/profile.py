@@ -32,7 +32,10 @@ def add_parser(commands: Any) -> None:
         description="Trains a few steps under jax's profiler, writes no checkpoint and leaves RUN_DIR alone. Start it "
         "as training is started; of several processes each traces its own devices, and process 0 reports its own.",
     )
-    profile.add_argument("--gin_file", action="append", default=[], metavar="FILE", help="of the run, as for train.py")
+    profile.add_argument(
+        "--gin_file", action="append", default=[], metavar="FILE",
+        help="of the run, as for train.py; so are --gin.NAME=VALUE, and the quickstart if left out",
+    )  # fmt: skip
     profile.add_argument(
         "--steps", type=cli.positive(int), default=3, metavar="N", help="to take medians of (default: %(default)s)"
     )

@@ -45,7 +45,10 @@ def add_parser(commands: Any) -> None:
         "tune", help="search the fastest settings of a run on the machine itself", description=__doc__
     )
     positive = cli.positive(int)
-    tune.add_argument("--gin_file", action="append", default=[], metavar="FILE", help="of the run, as for train.py")
+    tune.add_argument(
+        "--gin_file", action="append", default=[], metavar="FILE",
+        help="of the run, as for train.py; so are --gin.NAME=VALUE, and the quickstart if left out",
+    )  # fmt: skip
     tune.add_argument("--trials", type=positive, default=30, metavar="N", help="of the study (default: %(default)s)")
     tune.add_argument(
         "--search", action="append", default=[], metavar="NAME=VALUE,...",

@@ -41,7 +41,7 @@ def plot_convergence(records: Sequence[Record], path: Path, title: str) -> Path:
                 label=f"{kind}, {len(places)}",
             )  # fmt: skip
     axes.set_title(title, loc="left", fontweight="bold")
-    axes.set_xlabel("trial")
+    axes.set_xlabel("trials that ran, in order")
     axes.set_ylabel("tokens/s")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
