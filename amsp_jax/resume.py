@@ -11,11 +11,11 @@ from amsp_jax.checkpoint import Checkpointer, Damaged
 from amsp_jax.errors import UserError
 from amsp_jax.job import Job, Wanted, params_alone, true_shapes, whole_state
 from amsp_jax.launch import from_process_0, say
-from amsp_jax.run_folder import CHECKPOINTS, RunFolder, identity
+from amsp_jax.run_folder import CHECKPOINTS, HOW_COMPUTED, RunFolder, identity
 from amsp_jax.state import TrainState, init_state, true_state
 
 _ROUNDING = ("reduce_dtype", "inter_node_dtype", "microbatch_group")
-"""Settings that change how gradients are rounded, or in which order they are summed."""
+"""Settings that change how gradients are rounded, or in which order they are summed; so may fields `HOW_COMPUTED`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,17 +135,22 @@ def proceed(job: Job, saved: Saved) -> TrainState:
 
 
 def _other_rounding(meta: dict[str, Any], job: Job) -> list[str]:
-    """A line for each of `_ROUNDING` that changed; older checkpoints do not name them."""
+    """A line for each of `_rounding` that changed; older checkpoints do not name them."""
     now = _rounding(job)
     return [
-        f"{name.upper()} was {meta[name]} and is {value}: the same run but for the rounding of gradients"
+        f"{_label(name)} was {meta[name]} and is {value}: the same run but for the rounding of gradients"
         for name, value in now.items()
         if name in meta and meta[name] != value
     ]
 
 
 def _rounding(job: Job) -> dict[str, Any]:
-    return {name: getattr(job.config, name) for name in _ROUNDING}
+    settings = {name: getattr(job.config, name) for name in _ROUNDING}
+    return settings | {name: job.config.model_overrides.get(name) for name in HOW_COMPUTED}
+
+
+def _label(name: str) -> str:
+    return f"MODEL_OVERRIDES[{name!r}]" if name in HOW_COMPUTED else name.upper()
 
 
 def _ranks_text(job: Job) -> str:

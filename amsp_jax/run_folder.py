@@ -29,6 +29,8 @@ TOKENIZER_FILE = "tokenizer.json"
 CHECKPOINTS = "checkpoints"
 IDENTITY = ("model", "model_overrides", "data", "end_of_document", "seed", "global_batch", "seq_len", "optimizer")
 """The settings that make a run: with another value it is another run."""
+HOW_COMPUTED = ("attention", "loss_chunks")
+"""The fields of MODEL_OVERRIDES that do not: they change how a model is computed, not which it is."""
 
 _RECORD = "run.json"
 _LOCK = ".lock"
@@ -95,8 +97,15 @@ class RunFolder:
 
 
 def identity(config: TrainConfig) -> dict[str, Any]:
-    """The settings of `IDENTITY`, as JSON values."""
-    return json.loads(json.dumps({name: getattr(config, name) for name in IDENTITY}))
+    """The settings of `IDENTITY`, as JSON values, without what is `HOW_COMPUTED`."""
+    return _identity(json.loads(json.dumps({name: getattr(config, name) for name in IDENTITY})))
+
+
+def _identity(settings: Mapping[str, Any]) -> dict[str, Any]:
+    overrides = settings.get("model_overrides")
+    if not isinstance(overrides, dict):
+        return {**settings}
+    return {**settings, "model_overrides": {k: v for k, v in overrides.items() if k not in HOW_COMPUTED}}
 
 
 def find_run_folder(config: TrainConfig) -> RunFolder:
@@ -204,6 +213,7 @@ def _read_record(path: Path) -> Mapping[str, Any]:
 
 
 def _require_same(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    there = _identity(there)
     differs = [f"{k.upper()} {there.get(k)!r} there, {v!r} here" for k, v in here.items() if there.get(k) != v]
     if differs:
         raise UserError(

@@ -29,6 +29,7 @@ MICRO = [
     *("--gin.SEQ_LEN=16", "--gin.GLOBAL_BATCH=16", "--gin.MICROBATCH=2", "--gin.STEPS=10", "--gin.WARMUP_STEPS=2"),
     *("--gin.COMPUTE_DTYPE=float32", "--gin.EVAL_BATCHES=2", "--gin.LEARNING_RATE=0.01"),
 ]
+LOSS_IN_CHUNKS = f"{MICRO[1].removeprefix('--gin.').removesuffix('}')},'loss_chunks':4}}"
 STRATEGY = "params=replica grads=node opt_state=full"
 
 
@@ -180,6 +181,7 @@ def test_other_steps_are_a_note(
     [
         ([], []),
         (["REDUCE_DTYPE=bfloat16"], ["REDUCE_DTYPE was float32 and is bfloat16"]),
+        ([LOSS_IN_CHUNKS], ["MODEL_OVERRIDES['loss_chunks'] was None and is 4"]),
         (
             ["INTER_NODE_DTYPE=bfloat16", "MICROBATCH=1", "MICROBATCH_GROUP=2"],
             ["INTER_NODE_DTYPE was None and is bfloat16", "MICROBATCH_GROUP was 1 and is 2"],

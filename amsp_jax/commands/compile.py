@@ -16,6 +16,7 @@ import jax
 
 from amsp_jax import absent, hlo
 from amsp_jax.checks import batch_shape
+from amsp_jax.cluster import Cluster
 from amsp_jax.commands.workload import add_workload, candidate_of, cluster_lines, cluster_of, workload_of
 from amsp_jax.cost.communication import step_collectives
 from amsp_jax.cost.memory import MemoryEstimate
@@ -94,6 +95,7 @@ def run(args: argparse.Namespace) -> None:
     """
     absent.stay_off_devices()
     cluster = cluster_of(args.cluster, args.nodes)
+    _devices(cluster)
     workload = workload_of(args, cluster)
     candidate = candidate_of(args, args.strategy, workload, cluster)
     print("\n".join(cluster_lines(cluster)), flush=True)
@@ -108,7 +110,7 @@ def compile_candidate(scorer: Scorer, candidate: Candidate) -> CompiledStep:
     """
     workload, cluster, degrees = scorer.workload, scorer.cluster, candidate.degrees
     shape = batch_shape(workload.global_batch, candidate.microbatch, degrees.ranks.total, workload.seq_len).shape
-    found = absent.devices(absent.target_of(cluster.device_kind), cluster.num_nodes, cluster.devices_per_node)
+    found = _devices(cluster)
     strategy, parallel = strategy_of(degrees), candidate.parallel
     plan = plan_model(strategy, workload.model, degrees.ranks, found, workload.compute_dtype, parallel)
     start = time.perf_counter()
@@ -130,6 +132,11 @@ def compile_candidate(scorer: Scorer, candidate: Candidate) -> CompiledStep:
         predicted=_predicted_traffic(scorer, candidate),
         spans=tuple((span, axes_of(span.kind, span.groups)) for span in spans),
     )
+
+
+def _devices(cluster: Cluster) -> Sequence[jax.Device]:
+    """The cluster's, absent. Raises UserError where there is no compiler for them."""
+    return absent.devices(absent.target_of(cluster.device_kind), cluster.num_nodes, cluster.devices_per_node)
 
 
 def _compiled_traffic(found: Sequence[hlo.Collective], axes_of: hlo.AxesOf) -> Collectives:

@@ -153,7 +153,7 @@ class TokenDataset:
         steps = -(-self.num_windows // self.global_batch)
         return (
             f"{documents}{self.num_tokens:,} tokens, {self.num_windows:,} windows of {self.windows.seq_len}, "
-            f"{steps:,} steps of {self.global_batch} an epoch"
+            f"{steps:,} step{'s' * (steps != 1)} of {self.global_batch} an epoch"
         )
 
 

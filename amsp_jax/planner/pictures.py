@@ -17,6 +17,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter
 
 from amsp_jax.cluster import Cluster
+from amsp_jax.planner.report.text import counted
 from amsp_jax.planner.search import NothingFits, search
 from amsp_jax.planner.types import Estimate, Objective, Space, Workload
 
@@ -66,7 +67,7 @@ def best_by_size(
         row: list[Estimate | None] = []
         for nodes in num_nodes:
             done = (len(rows) * len(num_nodes) + len(row)) / num_cells
-            progress(f"{workload.model.name} on {nodes} nodes", done)
+            progress(f"{workload.model.name} on {counted(nodes, 'node')}", done)
             here = cluster.with_nodes(nodes)
             batch = workload.global_batch // cluster.num_devices * here.num_devices
             row.append(_best(dataclasses.replace(workload, global_batch=batch), here, space, objective, memory_bytes))
