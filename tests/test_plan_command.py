@@ -105,6 +105,13 @@ def test_explain_as_json(capsys):
     assert {"forward, embedding", "backward, head", "gather, block 16 of 16", "optimizer"} <= names
 
 
+def test_what_travels_together_is_named_together(capsys):
+    told = json.loads(plan(capsys, "--json", "--explain", "params=8x1 grads=8x1 opt_state=8x2").out)
+    names = {event["name"]: event["num_parts"] for event in told["events"]}
+    assert names["P shard, embedding to block 7 of 16"] == names["P shard, blocks 8 to 15 of 16"] == 8
+    assert names["reduce at the end, block 16 of 16 to head"] == 2 and names["gather, block 3 of 16"] == 1
+
+
 def test_the_dtype_between_nodes_is_planned_and_told(capsys):
     between = {"inter_node_dtype": "bfloat16", "explain": "zero1"}
     assert "gradients reduced in float32, bfloat16 between nodes" in plan(capsys, **between).out

@@ -80,12 +80,14 @@ class Event:
       stream: `compute` or `communication`.
       name: `forward 3`, `gather 4`; the number is the part's.
       start_s, end_s: since the step began.
+      num_parts: adjacent parts whose collectives travel together, from that number on.
     """
 
     stream: str
     name: str
     start_s: float
     end_s: float
+    num_parts: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,10 +271,11 @@ Key = tuple[Phase, int]
 
 @dataclasses.dataclass(frozen=True, order=True)
 class _Message:
-    """A part's collectives of one phase, which run one after another."""
+    """Collectives of one phase, which run one after another: of a part, or of adjacent ones from that part on."""
 
     key: Key
     seconds: float
+    num_parts: int
 
 
 class _Wire:
@@ -329,7 +332,8 @@ class _Wire:
         self.pending.discard(message.key)
         self.done[message.key] = end
         if self.record:
-            self.events.append(Event("communication", f"{_NAMES[message.key[0]]} {message.key[1]}", start, end))
+            name = f"{_NAMES[message.key[0]]} {message.key[1]}"
+            self.events.append(Event("communication", name, start, end, message.num_parts))
         for follower in self._behind.pop(message.key, ()):
             self._queue(follower, end)
 
@@ -353,7 +357,7 @@ class _Streams:
         """From now on the collectives of this phase may run, as one of that index, or once those of `after` have."""
         self.wire.done.pop((phase, index), None)
         if seconds := sum(part.phase_s(phase) for part in parts):
-            self.wire.release(_Message((phase, index), seconds), self.now_s, after)
+            self.wire.release(_Message((phase, index), seconds, len(parts)), self.now_s, after)
 
     def release_behind(self, part: PartTimes, phase: Phase, index: int, *before: Key) -> None:
         """The same of one part, once the first of `before` that still waits to run has run."""

@@ -115,10 +115,18 @@ def part_name(index: int, parts: int) -> str:
     return f"block {index} of {parts - 2}"
 
 
-def event_name(name: str, parts: int) -> str:
-    """`gather, block 3 of 32` of the timeline's `gather 3`."""
-    what, _, number = name.rpartition(" ")
-    return what if what == "optimizer" else f"{what}, {part_name(int(number), parts)}"
+def event_name(event: Event, parts: int) -> str:
+    """`gather, block 3 of 32` of the timeline's `gather 3`; `gather, blocks 3 to 6 of 32` if those travel together."""
+    what, _, number = event.name.rpartition(" ")
+    if what == "optimizer":
+        return what
+    first = int(number)
+    last = first + event.num_parts - 1
+    if first == last:
+        return f"{what}, {part_name(first, parts)}"
+    if first > 0 and last < parts - 1:
+        return f"{what}, blocks {first} to {last} of {parts - 2}"
+    return f"{what}, {part_name(first, parts)} to {part_name(last, parts)}"
 
 
 def _streams(estimate: Estimate) -> str:
@@ -165,7 +173,7 @@ def _lanes(events: Sequence[Event], block: Event, parts: int) -> list[str]:
             left, right = (round(_TIME_BAR * (t - begin) / (end - begin)) for t in (start, stop))
             bar = " " * min(left, _TIME_BAR - 1) + ("=" if event.stream == "compute" else "~") * max(1, right - left)
             length = seconds(event.end_s - event.start_s)
-            rows.append([event.stream, f"|{bar:{_TIME_BAR}}|", event_name(event.name, parts), length])
+            rows.append([event.stream, f"|{bar:{_TIME_BAR}}|", event_name(event, parts), length])
     return [seconds(end - begin), *aligned(rows, left=(0, 1, 2))]
 
 

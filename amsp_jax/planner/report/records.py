@@ -70,7 +70,7 @@ def explanation_json(
         "memory_peak_at": estimate.memory.peak_at,
         **({"groups": _group(group)} if group else {}),
         "collectives": [_message(cost) for cost in messages],
-        "events": [{**dataclasses.asdict(event), "name": event_name(event.name, parts)} for event in events],
+        "events": [{**dataclasses.asdict(event), "name": event_name(event, parts)} for event in events],
     }
 
 
