@@ -15,7 +15,7 @@ from amsp_jax.run_folder import CHECKPOINTS, HOW_COMPUTED, RunFolder, identity
 from amsp_jax.state import TrainState, init_state, true_state
 
 _ROUNDING = ("reduce_dtype", "inter_node_dtype", "microbatch_group")
-"""Settings that change how gradients are rounded, or in which order they are summed; so may fields `HOW_COMPUTED`."""
+"""Settings that change how gradients are rounded, or the order of their sums; `HOW_COMPUTED` is told like them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _other_rounding(meta: dict[str, Any], job: Job) -> list[str]:
     """A line for each of `_rounding` that changed; older checkpoints do not name them."""
     now = _rounding(job)
     return [
-        f"{_label(name)} was {meta[name]} and is {value}: the same run but for the rounding of gradients"
+        f"{_label(name)} was {_text(meta[name])} and is {_text(value)}: the same run but for rounding"
         for name, value in now.items()
         if name in meta and meta[name] != value
     ]
@@ -151,6 +151,10 @@ def _rounding(job: Job) -> dict[str, Any]:
 
 def _label(name: str) -> str:
     return f"MODEL_OVERRIDES[{name!r}]" if name in HOW_COMPUTED else name.upper()
+
+
+def _text(value: Any) -> str:
+    return "not set" if value is None else str(value)
 
 
 def _ranks_text(job: Job) -> str:

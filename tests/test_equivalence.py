@@ -86,7 +86,7 @@ def test_blocks_that_wait_for_reductions_train_as_one_device(strategy, accumulat
     """More blocks than may wait for one another, and a head with a matrix of its own."""
     model, optimizer = oracle.model("llama", num_layers=8, tied=False), oracle.optimizer("sgd")
     plan = plan_for(strategy, model)
-    window = reduction_window(model.split(plan.leaves)[1], is_last=accumulation > 1)
+    window = reduction_window(model.split(plan.leaves)[1], is_last=True)
     assert window and window < len(model.blocks)
     metrics, state = Run(model, plan).train(optimizer, batches(steps=2), accumulation)
     expected_metrics, expected = Run(model, plan_for("ddp", model, DataRanks(1))).train(optimizer, batches(steps=2))
@@ -101,7 +101,7 @@ def test_blocks_that_wait_for_reductions_train_as_one_device(strategy, accumulat
 def test_equal_blocks_are_traced_once(strategy, accumulation, settings):
     """However many there are: the calls of a block's function, in Python, are those of the first."""
     counts = [num_block_calls(strategy, accumulation, num_layers, **settings) for num_layers in (4, 8)]
-    assert counts[0] == counts[1]
+    assert 0 < counts[0] == counts[1]
 
 
 def num_block_calls(strategy, accumulation, num_layers, pipeline=1, **settings):

@@ -163,7 +163,7 @@ def _reason(ranking: Ranking, degrees: Degrees) -> str:
     """Why these degrees are not ranked; the nearest miss where several candidates have them."""
     rejections = [r for r in ranking.rejected if _is(r.candidate, degrees, ranking)]
     if not rejections:
-        return "not predicted in full: bounds said enough"
+        return "not predicted: the counts under the table say why"
     rejection = min(rejections, key=lambda r: (r.reason is not Reason.MEMORY, r.missing_bytes))
     if rejection.reason is Reason.MEMORY:
         return f"needs {gib(rejection.missing_bytes)} GiB more than {gib(ranking.memory_bytes)}"
