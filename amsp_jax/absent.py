@@ -8,7 +8,8 @@ only if told to stay off the GPUs, which a command does with `stay_off_devices` 
 Only NVIDIA's: AMD's plugin (0.10.2) does not load on a machine without an AMD GPU.
 
 What differs from the program on real devices: XLA times candidates for each matrix product there. Here nothing can be
-timed, so Triton's are off, which without times would be taken everywhere; kernels and their workspaces may differ.
+timed, so kernels and their workspaces may differ. Triton's products, which without times would be taken everywhere,
+are off even where a user turns them on.
 """
 
 from __future__ import annotations

@@ -24,8 +24,9 @@ from amsp_jax.model import Batch, Params, Part
 from amsp_jax.parallel import TENSOR
 from amsp_jax.plan import LeafPlan
 
-PROJECTIONS = ("qkv", "attention_out", "mlp_gate", "mlp_up")
-"""The `checkpoint_name`s of matrix products whose results the policy `projections` keeps."""
+PROJECTIONS = ("qkv", "attention_residual", "mlp_gate", "mlp_up")
+"""The `checkpoint_name`s that the policy `projections` keeps: results of matrix products, queries and keys rotated and
+attention's added to the residual stream, as the backward pass needs them."""
 
 PALLAS_ATTENTION = "mha"
 """The function of jax's Pallas attention, whose results are attention's and its log-sum-exp."""

@@ -89,7 +89,7 @@ class Attention(nnx.Module):
             for project in (self.q, self.k, self.v)
         )
         heads_BSD = causal_attention(q_BSNH, k_BSNH, v_BSNH, self.config.attention)
-        return checkpoint_name(layers.sum_rows(self.o, heads_BSD), "attention_out")
+        return layers.sum_rows(self.o, heads_BSD)
 
 
 class MLP(nnx.Module):

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from amsp_jax import context, tensor
@@ -199,7 +200,7 @@ class Block(nnx.Module):
     def __call__(self, x_BSD: jax.Array, batch: Batch, rng: jax.Array) -> jax.Array:
         """[B, S, D] to [B, S, D], the residual stream: with t tensor ranks, [B, S / t, D]."""
         del batch, rng
-        x_BSD = x_BSD + self.attention(tensor.enter(self.attention_norm(x_BSD)))
+        x_BSD = checkpoint_name(x_BSD + self.attention(tensor.enter(self.attention_norm(x_BSD))), "attention_residual")
         return x_BSD + self.mlp(tensor.enter(self.mlp_norm(x_BSD)))
 
 

@@ -85,13 +85,14 @@ class Attention(nnx.Module):
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """The whole sequence in, this rank's piece of it out."""
         theta, head_dim = self.config.rope_theta, self.config.head_dim
-        q_BSNH = layers.split_heads(checkpoint_name(self.q(x_BSD), "qkv"), head_dim)
+        q_BSNH = layers.split_heads(self.q(x_BSD), head_dim)
         heads = self._kv_heads(q_BSNH.shape[2])
-        k_BSKH = layers.split_heads(checkpoint_name(_project(self.k, x_BSD, heads, head_dim), "qkv"), head_dim)
-        v_BSKH = layers.split_heads(checkpoint_name(_project(self.v, x_BSD, heads, head_dim), "qkv"), head_dim)
+        k_BSKH = layers.split_heads(_project(self.k, x_BSD, heads, head_dim), head_dim)
+        v_BSKH = layers.split_heads(_project(self.v, x_BSD, heads, head_dim), head_dim)
         q_BSNH, k_BSKH = layers.rotate(q_BSNH, theta), layers.rotate(k_BSKH, theta)
+        q_BSNH, k_BSKH, v_BSKH = (checkpoint_name(each, "qkv") for each in (q_BSNH, k_BSKH, v_BSKH))
         heads_BSD = causal_attention(q_BSNH, k_BSKH, v_BSKH, self.config.attention)
-        return checkpoint_name(layers.sum_rows(self.o, heads_BSD), "attention_out")
+        return layers.sum_rows(self.o, heads_BSD)
 
     def _kv_heads(self, num_local: int) -> jax.Array | None:
         """The key and value heads of this rank's queries, where every rank has all heads; None where it has its own.

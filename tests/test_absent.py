@@ -66,6 +66,17 @@ def test_a_step_compiles_for_four_absent_gpus():
 
 @needs_plugin
 @apart
+def test_weight_gradients_are_added_up_inside_their_products():
+    """Of the blocks' seven matrices, in the loop over microbatches; small products of one input stay apart."""
+    plan = make_plan("zero1", MODEL.abstract_params(), DataRanks(1, 2), absent.devices("h100", 2, 1))
+    optimizer = make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
+    text = absent.compile_step(MODEL, optimizer, plan, StepSettings(), (4, 2, 128)).as_text()
+    adding = re.findall(r"= \(f32\[[^)]*\) custom-call.*__cublas.*output_to_operand_aliasing", text)
+    assert len(adding) == 7 * len(MODEL.blocks)
+
+
+@needs_plugin
+@apart
 def test_a_step_compiles_with_pallas_attention():
     model = build_model("llama-tiny", {"num_layers": 2, "hidden": 256, "num_kv_heads": 2}, attention="pallas")
     plan = make_plan("zero3", model.abstract_params(), DataRanks(2, 2), absent.devices("a100", 2, 2))

@@ -202,8 +202,8 @@ def test_the_loss_has_no_scatter_in_its_backward():
 @pytest.mark.parametrize(
     ("config", "names"),
     [
-        (LLAMA, ["attention_out", "mlp_gate", "mlp_up", "qkv", "qkv", "qkv"]),
-        (GPT, ["attention_out", "mlp_up", "qkv", "qkv", "qkv"]),
+        (LLAMA, ["attention_residual", "mlp_gate", "mlp_up", "qkv", "qkv", "qkv"]),
+        (GPT, ["attention_residual", "mlp_up", "qkv", "qkv", "qkv"]),
     ],
 )
 def test_projections_are_named_for_rematerialisation(config, names):

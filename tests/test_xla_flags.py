@@ -38,8 +38,8 @@ def _own_environment(tmp_path):
 
 
 def test_flags_follow_the_platform():
-    assert not any("triton_gemm" in flag for flag in xla_flags.flags("cuda"))
-    assert "--xla_gpu_enable_triton_gemm=false" in xla_flags.flags("rocm")
+    assert not any("cublaslt" in flag for flag in xla_flags.flags("cuda"))
+    assert "--xla_gpu_enable_cublaslt=true" in xla_flags.flags("rocm")
     assert all(flag.startswith("--xla_cpu") for flag in xla_flags.flags("cpu"))
 
 
