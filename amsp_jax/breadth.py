@@ -25,7 +25,7 @@ from jax import lax
 from amsp_jax.collectives import Reduction, gathered, param_shard, reduce, reduce_last, use
 from amsp_jax.errors import UserError
 from amsp_jax.model import Batch, LossOutput, Model, Params, Part
-from amsp_jax.stack import Remat, after, policy, shared
+from amsp_jax.stack import Remat, after, checkpointed, shared
 
 WINDOW = 2
 """How many blocks a gradient's reduction may lag: it runs beside the block after its own."""
@@ -169,7 +169,7 @@ def _forward(group: Group, part: Part, leaves: Params) -> Callable[..., tuple[An
     def run(sinks: Params, x: Any, whole: Params, batch: Batch, key: jax.Array) -> Any:
         return part.apply(_used(whole, sinks), x, batch, key)
 
-    run_again = jax.checkpoint(run, policy=policy(group.remat), prevent_cse=False)
+    run_again = checkpointed(run, group.remat)
 
     def forward(zero: jax.Array, shards: Params, given: Any) -> tuple[Any, _Saved]:
         whole = group.whole(leaves, shards)

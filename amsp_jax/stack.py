@@ -26,7 +26,8 @@ from amsp_jax.plan import LeafPlan
 
 PROJECTIONS = ("qkv", "attention_residual", "mlp_gate", "mlp_up")
 """The `checkpoint_name`s that the policy `projections` keeps: results of matrix products, queries and keys rotated and
-attention's added to the residual stream, as the backward pass needs them."""
+attention's added to the residual stream, as the backward pass needs them. Of a block without any it keeps all products.
+"""
 
 PALLAS_ATTENTION = "mha"
 """The function of jax's Pallas attention, whose results are attention's and its log-sum-exp."""
@@ -40,16 +41,43 @@ class Remat(StrEnum):
     FULL = "full"
 
 
-def policy(remat: Remat) -> Callable[..., Any]:
+def checkpointed(apply: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """A block's function that keeps what `remat` says for its backward pass."""
+
+    def run(*args: Any) -> Any:
+        has_names = remat is not Remat.PROJECTIONS or _has_names(jax.make_jaxpr(apply)(*args).jaxpr)
+        return jax.checkpoint(apply, policy=policy(remat, has_names=has_names), prevent_cse=False)(*args)
+
+    return run
+
+
+def policy(remat: Remat, *, has_names: bool = True) -> Callable[..., Any]:
     """The `jax.checkpoint` policy. Full keeps the block's input alone, projections also the results of its matrix
-    products and of fused attention, none everything but the gathered parameters."""
+    products and of fused attention, none everything but the gathered parameters.
+
+    Args:
+      remat: which.
+      has_names: the block names results with `PROJECTIONS`. Of one that does not, projections keeps the results of all
+        matrix products but batched ones, as attention's scores are.
+    """
     if remat is Remat.FULL:
         return jax.checkpoint_policies.nothing_saveable
     if remat is Remat.NONE:
         return _all_but_gathered
-    names = jax.checkpoint_policies.save_only_these_names(*PROJECTIONS, RING_ATTENTION)
+    keep = jax.checkpoint_policies.save_only_these_names(*PROJECTIONS, RING_ATTENTION)
+    if not has_names:
+        products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        keep = jax.checkpoint_policies.save_from_both_policies(keep, products)
     # The fused kernel's own outputs, its softmax statistics included: or its forward would run twice.
-    return jax.checkpoint_policies.save_from_both_policies(names, _is_fused_attention)
+    return jax.checkpoint_policies.save_from_both_policies(keep, _is_fused_attention)
+
+
+def _has_names(jaxpr: Any) -> bool:
+    """Whether it, or a function that it calls, names a result with one of `PROJECTIONS`."""
+    bodies = [getattr(body, "jaxpr", body) for eqn in jaxpr.eqns for body in jax.tree.leaves(list(eqn.params.values()))]
+    return any(eqn.params.get("name") in PROJECTIONS for eqn in jaxpr.eqns) or any(
+        _has_names(body) for body in bodies if hasattr(body, "eqns")
+    )
 
 
 def _is_fused_attention(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -157,7 +185,7 @@ def _checkpointed(gather_tree: Gather, remat: Remat, part: Part, leaves: Params)
     def apply(sinks: Params, x: Any, shards: Params, batch: Batch, key: jax.Array) -> Any:
         return part.apply(gather_tree(leaves, shards, sinks), x, batch, key)
 
-    return jax.checkpoint(apply, policy=policy(remat), prevent_cse=False)
+    return checkpointed(apply, remat)
 
 
 def _stack(applies: Sequence[Callable[..., Any]], window: int | None) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from amsp_jax.errors import UserError
+from amsp_jax.stack import Remat, checkpointed
 from models import MODELS, GPTConfig, LlamaConfig, build_model, gpt, llama, model_config
 from models.config import TransformerConfig
 from models.layers import embed
@@ -211,6 +212,22 @@ def test_projections_are_named_for_rematerialisation(config, names):
     x = jax.ShapeDtypeStruct((2, 12, config.hidden), jnp.float32)
     jaxpr = jax.make_jaxpr(lambda key, x: block.apply(block.init(key), x, {}, None))(jax.random.key(0), x)
     assert sorted(re.findall(r"name\[name=(\w+)\]", str(jaxpr))) == names
+
+
+@pytest.mark.parametrize(("remat", "num_products"), [(Remat.NONE, 8), (Remat.PROJECTIONS, 9), (Remat.FULL, 11)])
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_a_block_that_names_nothing_keeps_its_products(remat, num_products, is_jitted):
+    """But not the batched one of scores: 3 forward, 5 backward, and what is repeated."""
+
+    def apply(params, x):
+        x = jnp.tanh(x @ params["in"])
+        scores = jnp.tanh(jnp.einsum("bsd,btd->bst", x, x))
+        return jnp.tanh(scores @ params["out"])
+
+    params, x = {"in": jnp.ones((8, 8)), "out": jnp.ones((4, 8))}, jnp.ones((2, 4, 8))
+    block = checkpointed(jax.jit(apply) if is_jitted else apply, remat)
+    text = str(jax.make_jaxpr(jax.grad(lambda params: jnp.sum(block(params, x))))(params))
+    assert text.count("dot_general") == num_products
 
 
 @pytest.mark.parametrize("part", [llama(LLAMA).embed, gpt(GPT).blocks[0]], ids=["embed", "block"])
