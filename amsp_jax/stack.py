@@ -26,7 +26,7 @@ from amsp_jax.plan import LeafPlan
 
 PROJECTIONS = ("qkv", "attention_residual", "mlp_gate", "mlp_up")
 """The `checkpoint_name`s that the policy `projections` keeps: results of matrix products, queries and keys rotated and
-attention's added to the residual stream, as the backward pass needs them. Of a block without any it keeps all products.
+attention's added to the residual stream, as the backward pass needs them.
 """
 
 PALLAS_ATTENTION = "mha"
@@ -45,27 +45,27 @@ def checkpointed(apply: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     """A block's function that keeps what `remat` says for its backward pass."""
 
     def run(*args: Any) -> Any:
-        has_names = remat is not Remat.PROJECTIONS or _has_names(jax.make_jaxpr(apply)(*args).jaxpr)
-        return jax.checkpoint(apply, policy=policy(remat, has_names=has_names), prevent_cse=False)(*args)
+        keeps_products = remat is Remat.PROJECTIONS and not _has_names(jax.make_jaxpr(apply)(*args).jaxpr)
+        return jax.checkpoint(apply, policy=policy(remat, keeps_products), prevent_cse=False)(*args)
 
     return run
 
 
-def policy(remat: Remat, *, has_names: bool = True) -> Callable[..., Any]:
-    """The `jax.checkpoint` policy. Full keeps the block's input alone, projections also the results of its matrix
-    products and of fused attention, none everything but the gathered parameters.
+def policy(remat: Remat, keeps_products: bool = False) -> Callable[..., Any]:
+    """The `jax.checkpoint` policy. Full keeps the block's input alone, projections also what `PROJECTIONS` names and
+    the results of fused attention, none everything but the gathered parameters.
 
     Args:
       remat: which.
-      has_names: the block names results with `PROJECTIONS`. Of one that does not, projections keeps the results of all
-        matrix products but batched ones, as attention's scores are.
+      keeps_products: projections keeps results of matrix products as well, where no dimension is batched: not scores of
+        attention, nor what stacked experts compute. For a block that names nothing.
     """
     if remat is Remat.FULL:
         return jax.checkpoint_policies.nothing_saveable
     if remat is Remat.NONE:
         return _all_but_gathered
     keep = jax.checkpoint_policies.save_only_these_names(*PROJECTIONS, RING_ATTENTION)
-    if not has_names:
+    if keeps_products:
         products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         keep = jax.checkpoint_policies.save_from_both_policies(keep, products)
     # The fused kernel's own outputs, its softmax statistics included: or its forward would run twice.
@@ -73,11 +73,16 @@ def policy(remat: Remat, *, has_names: bool = True) -> Callable[..., Any]:
 
 
 def _has_names(jaxpr: Any) -> bool:
-    """Whether it, or a function that it calls, names a result with one of `PROJECTIONS`."""
-    bodies = [getattr(body, "jaxpr", body) for eqn in jaxpr.eqns for body in jax.tree.leaves(list(eqn.params.values()))]
-    return any(eqn.params.get("name") in PROJECTIONS for eqn in jaxpr.eqns) or any(
-        _has_names(body) for body in bodies if hasattr(body, "eqns")
-    )
+    """Whether a policy meets one of `PROJECTIONS` in it, or in a function that it calls."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name" and eqn.params["name"] in PROJECTIONS:
+            return True
+        # What has a gradient of its own reaches a policy as one call.
+        params = [] if eqn.primitive.name.startswith("custom_vjp") else list(eqn.params.values())
+        bodies = [getattr(body, "jaxpr", body) for body in jax.tree.leaves(params)]
+        if any(hasattr(body, "eqns") and _has_names(body) for body in bodies):
+            return True
+    return False
 
 
 def _is_fused_attention(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -164,7 +169,7 @@ def run_blocks(
     """
     if not blocks:
         return x
-    applies = shared(functools.partial(_checkpointed, gather_tree, remat), blocks, leaves)
+    applies = shared(functools.partial(_gathered_block, gather_tree, remat), blocks, leaves)
     stack = _stack(applies, reduction_window(leaves, gather_tree.is_last))
     return stack(list(sinks), x, (list(shards), batch, list(keys)))
 
@@ -181,7 +186,7 @@ def shared(make: Callable[..., Any], blocks: Sequence[Part], leaves: Sequence[Pa
     return [functions[kind] for kind in kinds]
 
 
-def _checkpointed(gather_tree: Gather, remat: Remat, part: Part, leaves: Params) -> Callable[..., Any]:
+def _gathered_block(gather_tree: Gather, remat: Remat, part: Part, leaves: Params) -> Callable[..., Any]:
     def apply(sinks: Params, x: Any, shards: Params, batch: Batch, key: jax.Array) -> Any:
         return part.apply(gather_tree(leaves, shards, sinks), x, batch, key)
 

@@ -25,9 +25,8 @@ peer_7b() {
 }
 
 peer_1b() {
-  MODEL=llama-1b "$here/gpu_peer.sh" ours_bf16_mb4 peer_bf16_mb4 ours_bf16_zero2_mb4 peer_bf16_zero2_mb4 \
-    ours_bf16_zero2_mb8 peer_bf16_zero2_mb8 ours_fp32_zero2_mb8 peer_fp32_zero2_mb8 \
-    ours_bf16_zero2_mb4_all peer_bf16_zero2_mb4_all
+  MODEL=llama-1b "$here/gpu_peer.sh" ours_bf16_zero2_mb16 peer_bf16_zero2_mb16_all peer_bf16_zero2_mb16 \
+    ours_bf16_zero2_mb4 peer_bf16_zero2_mb4 ours_bf16_mb4 peer_bf16_mb4 ours_fp32_zero2_mb16 peer_fp32_zero2_mb16
 }
 
 compile() {

@@ -217,10 +217,14 @@ def test_projections_are_named_for_rematerialisation(config, names):
 @pytest.mark.parametrize(("remat", "num_products"), [(Remat.NONE, 8), (Remat.PROJECTIONS, 9), (Remat.FULL, 11)])
 @pytest.mark.parametrize("is_jitted", [False, True])
 def test_a_block_that_names_nothing_keeps_its_products(remat, num_products, is_jitted):
-    """But not the batched one of scores: 3 forward, 5 backward, and what is repeated."""
+    """But not the batched one of scores: 3 forward, 5 backward, and what is repeated. A function's name is none."""
+
+    @jax.jit
+    def qkv(params, x):
+        return x @ params["in"]
 
     def apply(params, x):
-        x = jnp.tanh(x @ params["in"])
+        x = jnp.tanh(qkv(params, x))
         scores = jnp.tanh(jnp.einsum("bsd,btd->bst", x, x))
         return jnp.tanh(scores @ params["out"])
 

@@ -64,9 +64,9 @@ def test_what_each_policy_saves_of_a_llama_block():
     tokens = ROWS * SEQ
     x = tokens * SIZES["hidden"] * bf16
     assert trace(model, Remat.FULL).blocks[0].saved_bytes == x
-    q, kv, attention_out, ffn = x, x // 2, x, tokens * SIZES["ffn"] * bf16
+    q, kv, attention_residual, ffn = x, x // 2, x, tokens * SIZES["ffn"] * bf16
     statistics = tokens * SIZES["num_heads"] * 4
-    projections = x + q + 2 * kv + attention_out + 2 * ffn + (x + statistics)
+    projections = x + q + 2 * kv + attention_residual + 2 * ffn + (x + statistics)
     assert trace(model, Remat.PROJECTIONS).blocks[0].saved_bytes == projections
     assert trace(model, Remat.NONE).blocks[0].saved_bytes > projections + 2 * ffn
 

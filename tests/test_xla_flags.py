@@ -38,8 +38,10 @@ def _own_environment(tmp_path):
 
 
 def test_flags_follow_the_platform():
-    assert not any("cublaslt" in flag for flag in xla_flags.flags("cuda"))
-    assert "--xla_gpu_enable_cublaslt=true" in xla_flags.flags("rocm")
+    cuda, rocm = xla_flags.flags("cuda"), xla_flags.flags("rocm")
+    assert "--xla_gpu_enable_triton_gemm=false" in cuda and "--xla_gpu_dot_merger_threshold_mb=0" in cuda
+    assert "--xla_gpu_enable_triton_gemm=false" in rocm and "--xla_gpu_enable_cublaslt=true" in rocm
+    assert not any("cublaslt" in flag for flag in cuda) and not any("dot_merger" in flag for flag in rocm)
     assert all(flag.startswith("--xla_cpu") for flag in xla_flags.flags("cpu"))
 
 
