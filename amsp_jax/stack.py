@@ -26,8 +26,7 @@ from amsp_jax.plan import LeafPlan
 
 PROJECTIONS = ("qkv", "attention_residual", "mlp_gate", "mlp_up")
 """The `checkpoint_name`s that the policy `projections` keeps: results of matrix products, queries and keys rotated and
-attention's added to the residual stream, as the backward pass needs them.
-"""
+attention's added to the residual stream, as the backward pass needs them."""
 
 PALLAS_ATTENTION = "mha"
 """The function of jax's Pallas attention, whose results are attention's and its log-sum-exp."""
@@ -45,6 +44,7 @@ def checkpointed(apply: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     """A block's function that keeps what `remat` says for its backward pass."""
 
     def run(*args: Any) -> Any:
+        # A policy is asked of a product before it meets the name of its result: so the function is traced beforehand.
         keeps_products = remat is Remat.PROJECTIONS and not _has_names(jax.make_jaxpr(apply)(*args).jaxpr)
         return jax.checkpoint(apply, policy=policy(remat, keeps_products), prevent_cse=False)(*args)
 
