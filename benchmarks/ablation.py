@@ -120,10 +120,11 @@ def measured(layout: launch.Layout, ranks: DataRanks, size: Size, strategy: str,
     model, attention = measure.model_on(layout, size)
     plan = make_plan(strategy, model.abstract_params(), ranks, layout.devices, COMPUTE_DTYPE)
     shape, parts = size.shape(args.accumulation, ranks), parts_of(plan, args.accumulation)
-    steps = [
-        measure.compile_step(model, plan, part.settings(args.accumulation), shape, part.options(layout, model, plan))
-        for part in parts
-    ]
+    steps = []
+    for part in parts:
+        options = part.options(layout, model, plan)
+        steps.append(measure.compile_step(model, plan, part.settings(args.accumulation), shape, options))
+        launch.say(f"{strategy}, {part.name}: compiled in {steps[-1].compile_s:.1f} s")
     state = measure.filled_state(model, plan)
     batches = [measure.random_batch(plan, shape, model, i) for i in range(2)]
     times = in_turns([step.program for step in steps], state, batches, args)
@@ -144,6 +145,7 @@ def in_turns(
     for program in programs:
         state, warm = measure.run_steps(program, state, batches, NUM_WARMUP)
         times.append(measure.StepTimes(losses=warm.losses, warmup_s=warm.times_s))
+        launch.say(f"program {len(times)} of {len(programs)}: a step of {warm.times_s[-1]:.3f} s")
 
     def steps_of_a_turn() -> list[int]:
         fitting = [int(min(args.most_s / each.warmup_s[-1], args.steps) / NUM_TURNS) for each in times]

@@ -1,10 +1,11 @@
 """Do losses change when communication overlaps compute? A loss curve with overlap, once more, and without.
 
     python benchmarks/loss_curve.py --out OUT
+    RANKS=4 benchmarks/nodes.sh 240 OUT/logs/loss_curve python3 benchmarks/loss_curve.py --out OUT
     python benchmarks/loss_curve.py --out DIR --simulated-nodes 2 --simulated-devices-per-node 1 --steps 5 \\
         --gin_file=configs/quickstart.gin --set MICROBATCH=2
 
-A run of `train.py` three times over in one process: its config, data in its order, initial state and compiled step.
+The second is for one GPU that ranks share. A run of `train.py` three times over in its processes: its config, data in its order, initial state and compiled step.
 Without overlap all collectives are synchronous and all microbatches are in the loop. By how much the first two differ
 is what two runs of one program differ by. Writes `loss_curve.json`; `plot.py` draws it.
 """

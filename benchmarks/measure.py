@@ -68,8 +68,8 @@ class Size:
         return num_microbatches, self.microbatch * ranks.total, self.seq_len
 
     def mfu(self, row: Row) -> float | None:
-        """Of a measured step; None where the device's peak is not known."""
-        tokens_per_s = row["accumulation"] * self.microbatch * self.seq_len / row["step_s"]
+        """Of a measured step, and of the part of a GPU that a device is; None where the device's peak is not known."""
+        tokens_per_s = row["accumulation"] * self.microbatch * self.seq_len / row["step_s"] / row["gpu_share"]
         return mfu(self.build("xla"), row["device_kind"], tokens_per_s, self.seq_len)
 
 
@@ -316,11 +316,16 @@ def measured(
     return row | {"mfu": size.mfu(row), "peak_bytes": peak_bytes(), "wall_s": round(time.monotonic() - begin, 1)}
 
 
+def gpu_share() -> float:
+    """The part of a GPU's multiprocessors that this process has: 1 unless MPS shares them out (`nodes.sh`)."""
+    return float(os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", 100)) / 100
+
+
 def surroundings(layout: launch.Layout, size: Size, attention: str, options: Mapping[str, str]) -> Row:
     """What a row says beside its figures."""
     return {
         **vars(size), "attention": attention, "device_kind": layout.device_kind, "num_nodes": layout.num_nodes,
-        "devices_per_node": layout.devices_per_node, "jax": jax.__version__,
+        "devices_per_node": layout.devices_per_node, "gpu_share": gpu_share(), "jax": jax.__version__,
         "date": datetime.date.today().isoformat(), "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "compiler_options": dict(options),
     }  # fmt: skip

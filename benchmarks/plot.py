@@ -2,13 +2,14 @@
 
     python benchmarks/plot.py --in OUT --out docs/images
 
-`peer.png` of OUT/results.jsonl, `strategies.png` of strategies.jsonl, `ablation.png` of ablation.jsonl and
-`loss_curve.png` of loss_curve.json: those that are there.
+`peer.png` of OUT/results.jsonl, `strategies.png` of strategies.jsonl, `groups.png` of groups.jsonl, `ablation.png` of
+ablation.jsonl and `loss_curve.png` of loss_curve.json: those that are there.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -69,8 +70,9 @@ def draw_strategies(rows: Sequence[Row], path: Path) -> None:
 
 
 def label(row: Row) -> str:
-    """The strategy's names; its degrees, where it has none."""
-    return "\n".join(row["names"] or [row["strategy"]])
+    """The strategy's names, its degrees where it has none, and its group of microbatches."""
+    group = row.get("group", 1)
+    return "\n".join([*(row["names"] or [row["strategy"]]), *([f"groups of {group}"] if group > 1 else [])])
 
 
 def draw_ablation(rows: Sequence[Row], path: Path) -> None:
@@ -88,7 +90,9 @@ def draw_ablation(rows: Sequence[Row], path: Path) -> None:
 
 def place(row: Row) -> str:
     """Where a row was measured."""
-    return f"{row['num_nodes']} nodes of {row['devices_per_node']} {row['device_kind']}"
+    share = row.get("gpu_share", 1)
+    part = f" ({share:.0%} of one each)" if share < 1 else ""
+    return f"{row['num_nodes']} nodes of {row['devices_per_node']} {row['device_kind']}{part}"
 
 
 def draw_loss_curve(rows: Sequence[Row], path: Path) -> None:
@@ -103,10 +107,10 @@ def draw_loss_curve(rows: Sequence[Row], path: Path) -> None:
         curves.plot(steps, curve, style, color=color, label=name)
         if name != "overlap":
             change = [abs(x - y) / abs(y) for x, y in zip(curve, base, strict=True)]
-            differences.plot(steps, change, color=color, label=f"{name}, largest {max(change):.1e}")
+            differences.plot(steps, change, color=color, label=f"{name}, median {statistics.median(change):.1e}")
     curves.set_title(f"{rows[0]['model']}, {rows[0]['strategy']}", loc="left", fontweight="bold")
     curves.set_ylabel("loss (nats per token)")
-    differences.set(xlabel="training step", ylabel="relative difference\nfrom overlap")
+    differences.set(xlabel="training step", ylabel="relative difference\nfrom overlap", yscale="log")
     for axes in (curves, differences):
         decorate(axes)
     figure.savefig(path, dpi=150)
@@ -146,6 +150,7 @@ def decorate(axes: Axes) -> None:
 PICTURES: Mapping[str, Callable[[Sequence[Row], Path], None]] = {
     "results.jsonl": draw_peer,
     "strategies.jsonl": draw_strategies,
+    "groups.jsonl": draw_strategies,
     "ablation.jsonl": draw_ablation,
     "loss_curve.json": draw_loss_curve,
 }

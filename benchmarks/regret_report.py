@@ -91,15 +91,20 @@ def picks(compared: Sequence[Compared], planned: Picks) -> list[Pick]:
 def planned(cluster: Cluster, sizes: Sequence[str]) -> Picks:
     """The planner's choice in every case."""
     cases = itertools.product(sizes, ACCUMULATIONS)
-    return {_key(size, n): str(choice(SIZES[size], n, cluster)) for size, n in cases}
+    return {_key(size, n): str(choice(SIZES[size], n, cluster).degrees) for size, n in cases}
 
 
-def choice(size: Size, accumulation: int, cluster: Cluster) -> Degrees:
-    """Of the strategies that `plan` looks at unasked, the fastest predicted; memory is not asked."""
+def choice(size: Size, accumulation: int, cluster: Cluster, groups: Sequence[int] = (1,)) -> Candidate:
+    """Of the strategies that `plan` looks at unasked, in these groups of microbatches, the fastest predicted; memory is
+    not asked."""
     scorer = Scorer(workload(size, accumulation, cluster), cluster)
     filled = (degrees for degrees in all_degrees(cluster.ranks) if not degrees.warnings)
-    candidates = [Candidate(degrees, size.microbatch, SETTINGS.remat) for degrees in filled]
-    return min(candidates, key=lambda candidate: scorer.estimate(candidate).step_s).degrees
+    candidates = [
+        Candidate(degrees, size.microbatch, SETTINGS.remat, group=group)
+        for degrees, group in itertools.product(filled, groups)
+        if accumulation % group == 0
+    ]
+    return min(candidates, key=lambda candidate: scorer.estimate(candidate).step_s)
 
 
 def _key(size: str, accumulation: int) -> str:

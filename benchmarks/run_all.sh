@@ -2,12 +2,12 @@
 # The measurements of README.md on the GPUs of this host, one part after the other. What OUT has is not measured again,
 # so that a call that was cut off goes on.
 #   OUT=benchmarks/out benchmarks/run_all.sh [part ...]
-# Parts, all if none is named; those of the network want two GPUs or an even number:
+# Parts, all if none is named; those of the network want an even number of GPUs, or RANKS=4 that share one (nodes.sh):
 #   peer_7b peer_1b     MFU beside PyTorch FSDP2; 32 layers of 7B from 4 GPUs on, 16 on 2, 8 on one
 #   compile             32 layers, of 7B from 4 GPUs on, else of 1B: seconds to trace and compile, and again from the cache
 #   calibrate           the links of the GPUs as two nodes, for the planner
 #   strategies ablation the named strategies, and overlap part by part, on that network
-#   groups              the named strategies there, depth-first and breadth-first
+#   groups              some of them there, depth-first and in groups of microbatches
 #   loss_curve          200 steps with overlap and without
 #   equivalence         every strategy against one GPU
 #   plot                pictures, in OUT
@@ -43,7 +43,7 @@ compile() {
 }
 
 on_nodes() {  # seconds, name, command
-  [ $((gpus % 2)) = 0 ] || { echo "$2: $gpus GPU, which is not two nodes"; return; }
+  [ $((${RANKS:-gpus} % 2)) = 0 ] || { echo "$2: $gpus GPU, which is not two nodes"; return; }
   "$here/nodes.sh" "$1" "$OUT/logs/$2" python3 "${@:3}"
 }
 
@@ -51,17 +51,20 @@ calibrate() {
   [ -s "$network/cluster.json" ] || on_nodes 150 calibrate "$here/regret.py" calibrate --out "$network" --budget-s 40
 }
 
-strategies() {
-  local budget=${STRATEGIES_S:-240} cluster=()
+compare() {  # name, seconds, other arguments: strategies, with the planner's choice where the network is calibrated
+  local cluster=()
   [ -s "$network/cluster.json" ] && cluster=(--cluster "$network/cluster.json")
-  on_nodes $((budget + 60)) strategies "$here/strategies.py" --out "$OUT/strategies.jsonl" --budget-s "$budget" \
-    ${cluster[@]+"${cluster[@]}"}
+  on_nodes $(($2 + 60)) "$1" "$here/strategies.py" --out "$OUT/$1.jsonl" --budget-s "$2" \
+    ${cluster[@]+"${cluster[@]}"} "${@:3}"
+}
+
+strategies() {
+  compare strategies "${STRATEGIES_S:-240}"
 }
 
 groups() {
-  local budget=${GROUPS_S:-240}
-  on_nodes $((budget + 60)) groups "$here/strategies.py" --out "$OUT/groups.jsonl" --budget-s "$budget" \
-    --accumulation 4 8 --group 1 4 8 --strategy "params=replica grads=node opt_state=full" mics hpz zero1 zero3
+  compare groups "${GROUPS_S:-240}" --accumulation 4 8 --group 1 4 8 \
+    --strategy "params=replica grads=node opt_state=full" mics hpz zero1 zero3
 }
 
 ablation() {
@@ -71,8 +74,12 @@ ablation() {
 
 loss_curve() {
   local per_node=$((gpus > 1 ? gpus / 2 : 1))
-  [ -s "$OUT/loss_curve.json" ] ||
+  [ -s "$OUT/loss_curve.json" ] && return
+  if [ -n "${RANKS:-}" ]; then
+    on_nodes 240 loss_curve "$here/loss_curve.py" --out "$OUT"
+  else
     timeout 240 python3 "$here/loss_curve.py" --out "$OUT" --devices-per-node $per_node 2> "$OUT/loss_curve.err"
+  fi
 }
 
 equivalence() {

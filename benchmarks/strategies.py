@@ -59,7 +59,7 @@ def main() -> None:
     launch.from_process_0(lambda: measure.check_file(args.out))
     ranks = DataRanks(layout.devices_per_node, layout.num_nodes)
     size = size_of(args)
-    chosen = launch.from_process_0(lambda: planned(args.cluster, size, args.accumulation))
+    chosen = launch.from_process_0(lambda: planned(args.cluster, size, args.accumulation, args.group))
     names = named(args.strategy, ranks)
     missing = launch.from_process_0(lambda: [vars(s) for s in left(read_rows(args.out), settings(names, chosen, args))])
     end = time.monotonic() + args.budget_s
@@ -75,7 +75,7 @@ def main() -> None:
         row |= {
             "strategy": strategy,
             "names": names.get(strategy, []),
-            "is_choice": chosen.get(str(n)) == strategy and setting.group == 1,
+            "is_choice": chosen.get(str(n)) == [strategy, setting.group],
         }
         if layout.process_index == 0:
             append_row(args.out, row)
@@ -106,6 +106,7 @@ def make_parser(description: str | None, strategies: Sequence[str]) -> argparse.
     parser.add_argument("--size", choices=SIZES, default="wide")
     parser.add_argument("--overrides", type=ast.literal_eval, help="other than the size's, \"{'num_layers': 8}\"")
     parser.add_argument("--microbatch", type=int, help="sequences a device computes at once, other than the size's")
+    parser.add_argument("--seq-len", type=int, help="tokens of a sequence, other than the size's")
     parser.add_argument("--steps", type=int, default=20, help="timed, fewer if they take long")
     parser.add_argument("--most-s", type=float, default=8.0, help="of a setting's timed steps, seconds")
     cli.add_device_arguments(parser)
@@ -114,7 +115,7 @@ def make_parser(description: str | None, strategies: Sequence[str]) -> argparse.
 
 def size_of(args: argparse.Namespace) -> Size:
     """The size that the arguments describe."""
-    changes = {"overrides": args.overrides, "microbatch": args.microbatch}
+    changes = {"overrides": args.overrides, "microbatch": args.microbatch, "seq_len": args.seq_len}
     return dataclasses.replace(SIZES[args.size], **{name: value for name, value in changes.items() if value})
 
 
@@ -130,21 +131,24 @@ def named(strategies: Sequence[str], ranks: DataRanks) -> dict[str, list[str]]:
     return found
 
 
-def planned(cluster_file: str | None, size: Size, accumulations: Sequence[int]) -> dict[str, str]:
-    """By the number of microbatches, as text, the planner's choice; none without a cluster."""
+def planned(
+    cluster_file: str | None, size: Size, accumulations: Sequence[int], groups: Sequence[int]
+) -> dict[str, list[Any]]:
+    """By the number of microbatches, as text, the planner's choice: a strategy and a group; none without a cluster."""
     if cluster_file is None:
         return {}
     cluster = load_cluster(cluster_file)
-    return {str(n): str(choice(size, n, cluster)) for n in accumulations}
+    found = {str(n): choice(size, n, cluster, groups) for n in accumulations}
+    return {n: [str(candidate.degrees), candidate.group] for n, candidate in found.items()}
 
 
-def settings(names: dict[str, list[str]], chosen: dict[str, str], args: argparse.Namespace) -> Iterator[Setting]:
+def settings(names: dict[str, list[str]], chosen: dict[str, list[Any]], args: argparse.Namespace) -> Iterator[Setting]:
     """The planner's choice first: it is what the others are compared with."""
     for n in args.accumulation:
-        first = [chosen[str(n)]] if chosen else []
-        for group in (group for group in args.group if n % group == 0):
-            for strategy in dict.fromkeys([*first, *names]):
-                yield Setting(n, strategy, args.inter_node_dtype if shards_over_nodes(strategy) else None, group)
+        first = [tuple(chosen[str(n)])] if chosen else []
+        others = [(strategy, group) for group in args.group if n % group == 0 for strategy in names]
+        for strategy, group in dict.fromkeys([*first, *others]):
+            yield Setting(n, strategy, args.inter_node_dtype if shards_over_nodes(strategy) else None, group)
 
 
 def shards_over_nodes(strategy: str) -> bool:

@@ -23,7 +23,7 @@ import ablation  # noqa: E402
 import loss_curve  # noqa: E402
 import plot  # noqa: E402
 import strategies  # noqa: E402
-from measure import SIZES, Size, measured  # noqa: E402
+from measure import SIZES, Size, gpu_share, measured  # noqa: E402
 from rows import step_times, table  # noqa: E402
 
 MIXED = "params=replica grads=node opt_state=full"
@@ -67,6 +67,15 @@ def test_a_row_says_how_long_and_how_much(bfloat16):
     json.dumps(row)
 
 
+def test_a_device_may_be_a_part_of_a_gpu(monkeypatch):
+    size, row = SIZES["wide"], {"accumulation": 4, "step_s": 1.0, "device_kind": "NVIDIA H200"}
+    whole = size.mfu(row | {"gpu_share": gpu_share()})
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "25")
+    assert size.mfu(row | {"gpu_share": gpu_share()}) == pytest.approx(4 * whole)
+    assert plot.place(timed("a", 1.0, gpu_share=0.25)) == "2 nodes of 1 H200 (25% of one each)"
+    assert plot.place(timed("a", 1.0)) == "2 nodes of 1 H200"
+
+
 def test_steps_that_take_long_are_fewer(bfloat16):
     row = measured(layout(), SMALL, "ddp", 1, num_warmup=1, num_steps=9, most_s=0.0)
     assert len(row["times_s"]) == 4
@@ -90,7 +99,7 @@ def test_a_name_that_does_not_fit_is_left_out(capsys):
 
 def test_the_planner_s_choice_comes_first_and_what_has_a_row_does_not():
     args = argparse.Namespace(accumulation=[4, 1], inter_node_dtype=None, group=[1])
-    wanted = list(strategies.settings({ZERO1: [], ZERO3: []}, {"4": ZERO3, "1": MICS}, args))
+    wanted = list(strategies.settings({ZERO1: [], ZERO3: []}, {"4": [ZERO3, 1], "1": [MICS, 1]}, args))
     order = [(4, ZERO3), (4, ZERO1), (1, MICS), (1, ZERO1), (1, ZERO3)]
     assert [(s.accumulation, s.strategy) for s in wanted] == order
     rest = strategies.left([timed(ZERO3, 1.0), timed(MICS, 1.0, accumulation=1)], iter(wanted))
@@ -120,6 +129,9 @@ def test_groups_are_settings_of_their_own_where_they_divide():
     assert [(s.accumulation, s.group) for s in wanted] == [(4, 1), (4, 4), (6, 1)]
     assert strategies.left(rows, iter(wanted)) == wanted[2:]
     assert [strategies.strategy_cell(row) for row in rows] == [ZERO1, f"{ZERO1}, groups of 4"]
+    chosen = {"4": [ZERO1, 4], "6": [ZERO3, 1]}
+    wanted = list(strategies.settings({ZERO1: []}, chosen, args))
+    assert [(s.strategy, s.group) for s in wanted] == [(ZERO1, 4), (ZERO1, 1), (ZERO3, 1), (ZERO1, 1)]
 
 
 def test_ratios_are_to_the_choice_or_else_to_the_fastest():
@@ -134,8 +146,11 @@ def test_ratios_are_to_the_choice_or_else_to_the_fastest():
 
 def test_the_planner_is_asked_for_every_number_of_microbatches():
     cluster = BENCHMARKS / "regret" / "h200-2x2" / "cluster.json"
-    assert set(strategies.planned(str(cluster), SIZES["tiny"], [1, 4])) == {"1", "4"}
-    assert strategies.planned(None, SIZES["tiny"], [1]) == {}
+    chosen = strategies.planned(str(cluster), SIZES["wide"], [1, 4], [1, 4])
+    # Where nodes are joined by a slow network, a group of all microbatches is faster.
+    assert [chosen[n][1] for n in ("1", "4")] == [1, 4]
+    assert strategies.planned(str(cluster), SIZES["wide"], [4], [1])["4"][1] == 1
+    assert strategies.planned(None, SIZES["tiny"], [1], [1]) == {}
 
 
 def plan_of(strategy):
@@ -201,6 +216,7 @@ def test_pictures(tmp_path):
     sources = {
         "results.jsonl": peer,
         "strategies.jsonl": [timed("a", 1.0, is_choice=True), timed("b", 2.0), timed("b", 2.0, accumulation=1)],
+        "groups.jsonl": [timed("a", 1.0), timed("a", 2.0, group=4)],
         "ablation.jsonl": [timed("a", 2.0, part="none"), timed("a", 1.0, part="all")],
         "loss_curve.json": [{"losses": curve, "model": "a", "strategy": "b"}],
     }
