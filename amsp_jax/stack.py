@@ -3,7 +3,8 @@
 `jax.checkpoint` ties a block's re-gather to the cotangent that enters the block, so it cannot start before the
 block above is done, and XLA starts reductions as late as it can, so that full gradients pile up. Here the backward
 pass is our own: each block's barrier waits for the cotangent one block earlier (gathers run ahead by one block) and for
-the reduced gradient `reduction_window` blocks earlier (at most that many full gradients are alive).
+the reduced gradient `reduction_window` blocks earlier (at most that many full gradients are alive); inside a node, most
+blocks make their gradients before the next begins.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from jax import lax
 
 from amsp_jax.collectives import GATHERED, Reduction, gather, gather_last
 from amsp_jax.context import RING_ATTENTION
+from amsp_jax.mesh import level
 from amsp_jax.model import Batch, Params, Part
 from amsp_jax.parallel import TENSOR
 from amsp_jax.plan import LeafPlan
@@ -169,9 +171,26 @@ def run_blocks(
     """
     if not blocks:
         return x
-    applies = shared(functools.partial(_gathered_block, gather_tree, remat), blocks, leaves)
-    stack = _stack(applies, reduction_window(leaves, gather_tree.is_last))
+    window = reduction_window(leaves, gather_tree.is_last)
+    num_free = num_untied(leaves, window)
+    applies = []
+    for ties, some in ((False, slice(num_free)), (True, slice(num_free, None))):
+        applies += shared(functools.partial(_gathered_block, gather_tree, remat, ties), blocks[some], leaves[some])
+    stack = _stack(applies, window)
     return stack(list(sinks), x, (list(shards), batch, list(keys)))
+
+
+def num_untied(leaves: Sequence[Params], window: int | None) -> int:
+    """Of how many blocks, from the first, XLA may put off the products that make gradients; of the others, which go
+    backward while most activations are alive, these are made before the next block begins, or each keeps its operands.
+
+    All blocks where gradients are reduced between nodes, as XLA hides more of that beside products it has put off, or
+    not reduced in a microbatch; else as many as a reduction may lag, for the last reductions to have something to hide
+    behind.
+    """
+    axes = {axis for leaf in jax.tree.leaves(leaves) for axis in (*leaf.param_axes, *leaf.grad_axes)}
+    is_tied = window is not None and axes and all(level(axis) == "intra" for axis in axes)
+    return min(window or 0, len(leaves)) if is_tied else len(leaves)
 
 
 def shared(make: Callable[..., Any], blocks: Sequence[Part], leaves: Sequence[Params]) -> list[Callable[..., Any]]:
@@ -186,9 +205,12 @@ def shared(make: Callable[..., Any], blocks: Sequence[Part], leaves: Sequence[Pa
     return [functions[kind] for kind in kinds]
 
 
-def _gathered_block(gather_tree: Gather, remat: Remat, part: Part, leaves: Params) -> Callable[..., Any]:
+def _gathered_block(gather_tree: Gather, remat: Remat, ties: bool, part: Part, leaves: Params) -> Callable[..., Any]:
     def apply(sinks: Params, x: Any, shards: Params, batch: Batch, key: jax.Array) -> Any:
-        return part.apply(gather_tree(leaves, shards, sinks), x, batch, key)
+        params = gather_tree(leaves, shards, sinks)
+        if ties:
+            x, params = together(x, params)
+        return part.apply(params, x, batch, key)
 
     return checkpointed(apply, remat)
 

@@ -5,9 +5,10 @@
     python benchmarks/loss_curve.py --out DIR --simulated-nodes 2 --simulated-devices-per-node 1 --steps 5 \\
         --gin_file=configs/quickstart.gin --set MICROBATCH=2
 
-The second is for one GPU that ranks share. A run of `train.py` three times over in its processes: its config, data in its order, initial state and compiled step.
-Without overlap all collectives are synchronous and all microbatches are in the loop. By how much the first two differ
-is what two runs of one program differ by. Writes `loss_curve.json`; `plot.py` draws it.
+The second is for one GPU that ranks share. A run of `train.py` three times over in its processes: its config, data in
+its order, initial state and compiled step. Without overlap all collectives are synchronous and all microbatches are in
+the loop. By how much the first two differ is what two runs of one program differ by. Writes `loss_curve.json`;
+`plot.py` draws it.
 """
 
 from __future__ import annotations

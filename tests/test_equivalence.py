@@ -14,7 +14,7 @@ from amsp_jax.model import Model
 from amsp_jax.optimizer import to_true
 from amsp_jax.parallel import ModelParallel
 from amsp_jax.plan import make_plan, plan_model
-from amsp_jax.stack import Remat, reduction_window
+from amsp_jax.stack import Remat, num_untied, reduction_window
 from amsp_jax.state import abstract_state, init_state, reshard, true_state
 from amsp_jax.step import StepSettings, make_eval_step, make_train_step
 from amsp_jax.strategy import DataRanks, all_degrees, parse
@@ -80,12 +80,23 @@ def test_settings_change_no_number(remat, peel):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "accumulation"), [("zero1", 3), ("zero2", 1), ("zero2", 3), ("zero3", 1), (QUICKSTART, 3)]
+    ("strategy", "accumulation", "ranks"),
+    [
+        ("zero1", 3, RANKS),
+        ("zero2", 1, RANKS),
+        ("zero2", 3, RANKS),
+        ("zero3", 1, RANKS),
+        (QUICKSTART, 3, RANKS),
+        ("zero2", 1, DataRanks(4)),
+        ("zero2", 3, DataRanks(4)),
+        ("zero3", 2, DataRanks(4)),
+    ],
 )
-def test_blocks_that_wait_for_reductions_train_as_one_device(strategy, accumulation):
-    """More blocks than may wait for one another, and a head with a matrix of its own."""
+def test_blocks_that_wait_for_reductions_train_as_one_device(strategy, accumulation, ranks):
+    """More blocks than may wait for one another, and a head with a matrix of its own; inside a node, gradients are made
+    before the next block begins."""
     model, optimizer = oracle.model("llama", num_layers=8, tied=False), oracle.optimizer("sgd")
-    plan = plan_for(strategy, model)
+    plan = plan_for(strategy, model, ranks)
     window = reduction_window(model.split(plan.leaves)[1], is_last=True)
     assert window and window < len(model.blocks)
     metrics, state = Run(model, plan).train(optimizer, batches(steps=2), accumulation)
@@ -95,12 +106,33 @@ def test_blocks_that_wait_for_reductions_train_as_one_device(strategy, accumulat
 
 
 @pytest.mark.parametrize(
+    ("strategy", "ranks", "window", "expected"),
+    [
+        ("zero2", DataRanks(4), 4, 4),
+        ("zero3", DataRanks(4), 6, 6),
+        ("zero3", DataRanks(4), 12, 8),
+        (QUICKSTART, DataRanks(4, 2), 4, 4),
+        ("mics", DataRanks(4, 2), 6, 6),
+        ("zero2", DataRanks(4, 2), 4, 8),
+        ("zero1", DataRanks(4), 3, 8),
+        ("ddp", DataRanks(4), None, 8),
+        ("zero3", DataRanks(1), None, 8),
+    ],
+)
+def test_gradients_are_made_at_once_where_they_are_reduced_inside_a_node(strategy, ranks, window, expected):
+    model = oracle.model("llama", num_layers=8)
+    blocks = model.split(plan_for(strategy, model, ranks).leaves)[1]
+    assert num_untied(blocks, window) == expected
+
+
+@pytest.mark.parametrize(
     ("strategy", "accumulation", "settings"),
     [("zero3", 1, {}), (QUICKSTART, 3, {}), ("zero2", 3, {"group": 3}), ("zero3", 2, {"pipeline": 2})],
 )
 def test_equal_blocks_are_traced_once(strategy, accumulation, settings):
-    """However many there are: the calls of a block's function, in Python, are those of the first."""
-    counts = [num_block_calls(strategy, accumulation, num_layers, **settings) for num_layers in (4, 8)]
+    """However many there are: the calls of a block's function, in Python, are those of the first, and of the first that
+    makes its gradients at once."""
+    counts = [num_block_calls(strategy, accumulation, num_layers, **settings) for num_layers in (8, 10)]
     assert 0 < counts[0] == counts[1]
 
 

@@ -84,10 +84,10 @@ def test_zero1_hides_what_it_does_once_a_step():
 @needs_plugin
 @apart
 def test_zero2_keeps_little_for_late_products():
-    """A large microbatch: the head's gradient is made at once, those of few blocks later than they could be."""
+    """A large microbatch: the gradients of the head and of the blocks that go backward first are made at once."""
     gathers, reductions, temporary_bytes = compile_for_4_h100("zero2", 8, 1, num_rows=4)
     assert alone(gathers) == [gathers[0].op]
     assert alone(reductions) == [reductions[-1].op]
     assert not any(span.is_sync for span in gathers + reductions)
-    # 17.1 GiB with jax 0.11.2; 18.3 where all waited for as long as XLA lets them.
-    assert temporary_bytes < 17.7 * GIB
+    # 16.9 GiB with jax 0.11.2; 17.3 where blocks waited, and 18.3 where the head did, for as long as XLA lets them.
+    assert temporary_bytes < 17.2 * GIB
