@@ -147,13 +147,14 @@ def in_turns(
         times.append(measure.StepTimes(losses=warm.losses, warmup_s=warm.times_s))
         launch.say(f"program {len(times)} of {len(programs)}: a step of {warm.times_s[-1]:.3f} s")
 
-    def steps_of_a_turn() -> list[int]:
-        fitting = [int(min(args.most_s / each.warmup_s[-1], args.steps) / NUM_TURNS) for each in times]
-        return [max(NUM_LEAST, num_steps) for num_steps in fitting]
+    def steps_of_a_turn() -> int:
+        """As many of each program as fit of the slowest: medians over turns of other lengths do not compare."""
+        slowest = max(each.warmup_s[-1] for each in times)
+        return max(NUM_LEAST, int(min(args.most_s / slowest, args.steps) / NUM_TURNS))
 
     num_steps = launch.from_process_0(steps_of_a_turn)
     for _, (i, program) in itertools.product(range(NUM_TURNS), enumerate(programs)):
-        state, new = measure.run_steps(program, state, batches, num_steps[i])
+        state, new = measure.run_steps(program, state, batches, num_steps)
         times[i] += new
     return times
 

@@ -211,20 +211,21 @@ def run_steps(
     program: Any, state: TrainState, batches: Sequence[Mapping[str, jax.Array]], num_steps: int
 ) -> tuple[TrainState, StepTimes]:
     """Seconds of each of some steps. One is always in flight, as in the trainer: a step's time is from its
-    predecessor's end to its own; in that of the first is its launch, some 1 ms."""
+    predecessor's end to its own; in that of the first is its launch, some 1 ms. One more is run, for the last to have
+    another in flight, too: where CPUs are short it is faster without."""
     seed = jax.device_put(np.uint32(0), program.input_shardings[0][2])
     begin = time.perf_counter()
     ends: list[Future[tuple[float, float]]] = []
     # In a thread of its own, as a dispatch may block for most of a step (a loop whose end the host must see).
     with ThreadPoolExecutor(1) as watcher:
-        for i in range(num_steps):
+        for i in range(num_steps + 1):
             state, metrics = program(state, batches[i % len(batches)], seed)
             ends.append(watcher.submit(_end_of, metrics.loss))
             if i:
                 ends[i - 1].result()
-    marks = [begin, *(end.result()[1] for end in ends)]
+    marks = [begin, *(end.result()[1] for end in ends[:-1])]
     times = [after - before for before, after in zip(marks, marks[1:], strict=False)]
-    return state, StepTimes(times, [end.result()[0] for end in ends])
+    return state, StepTimes(times, [end.result()[0] for end in ends[:-1]])
 
 
 def _end_of(loss: jax.Array) -> tuple[float, float]:

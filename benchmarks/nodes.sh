@@ -28,8 +28,8 @@ if [ "$ranks" -gt "$gpus" ] && [ "${JAX_PLATFORMS:-}" != cpu ]; then
   trap 'kill $(jobs -p) 2>/dev/null; echo quit -t 5 | nvidia-cuda-mps-control' EXIT
   part=$((100 * gpus / ranks))
   export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$part XLA_PYTHON_CLIENT_MEM_FRACTION=$(printf "0.%04d" $((88 * part)))
-  # Of few work queues a process, as MPS has them, streams may wait for one another. Connections that are made while
-  # collectives run are the likely reason why two of six runs did not end; without them three of three did.
+  # Of few work queues a process, as MPS has them, streams may wait for one another. NCCL connects at once, not while
+  # collectives run: a possible reason why two of six runs did not end; three since did.
   export CUDA_DEVICE_MAX_CONNECTIONS=16 NCCL_RUNTIME_CONNECT=0
   export NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_NCHANNELS=${CHANNELS:-$((32 * gpus / ranks))}
 fi
