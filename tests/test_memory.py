@@ -123,6 +123,16 @@ def test_half_the_bytes_of_gradients_that_wait():
     assert half.reductions < full.reductions
 
 
+def test_operands_do_not_wait_where_gradients_are_made_at_once(monkeypatch):
+    """With many rows, operands are larger than gradients."""
+    strategies = ("zero3", "mics(4)")
+    between_nodes, inside = (estimate(strategy, rows=8) for strategy in strategies)
+    monkeypatch.setattr(memory, "num_untied", lambda leaves, window: len(leaves))
+    waiting = [estimate(strategy, rows=8) for strategy in strategies]
+    assert waiting[0] == between_nodes
+    assert waiting[1].activations > inside.activations and waiting[1].total > inside.total
+
+
 def test_an_update_reads_and_writes_the_os_shard():
     plan = make_plan("zero3", sketch().model.abstract_params(), RANKS)
     # The gradient twice, master and two moments read and written: 4 x (2 + 2 + 4) bytes a value; counters aside.

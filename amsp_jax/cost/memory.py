@@ -25,7 +25,7 @@ from amsp_jax.cost.storage import leaf_counts, stored_opt_state
 from amsp_jax.cost.trace import ModelTrace, PartTrace
 from amsp_jax.model import Params
 from amsp_jax.plan import MASTER_BYTES, LeafPlan, Plan
-from amsp_jax.stack import reduction_window
+from amsp_jax.stack import num_untied, reduction_window
 from amsp_jax.step import StepSettings
 
 GRAD_BYTES = 4
@@ -205,6 +205,8 @@ class _Moments:
         reduced = [sum(leaf.num_opt_shard for leaf in jax.tree.leaves(leaves)) for leaves in blocks]
         late = [reduced[kind] for kind in sketch.order][: self.window]
         self.flat_grads = sum(late) * settings.reduction.dtype.itemsize
+        # Of the blocks that go backward first, as many make their gradients at once.
+        self.num_at_once = len(self.backwards) - num_untied([blocks[kind] for kind in sketch.order], self.window)
         self.waits = self.accumulates and reduction_window(blocks) is None
         stages = [self.embed, self.head, *self.backwards]
         self.copies, self.grads = sum(stage.copy for stage in stages), sum(stage.grads for stage in stages)
@@ -272,15 +274,18 @@ class _Moments:
         """Bytes of operands of parameter gradients, and of gradients that are not reduced, of the `done` last blocks.
 
         Without reductions nothing presses, and all operands wait; those of a tied table, whose gradient is complete
-        only with the embedding's, always do.
+        only with the embedding's, always do. A block that makes its gradients at once has the latter alone.
         """
+        at_once = 0 < done <= self.num_at_once
         if self.window is None or done < 2:
             head = self.head.trace.pending_bytes if self.head_waits else 0
-            return head + self.pending_of[done], 0 if self.head_waits else self.head.full_grads
-        late = self.backwards[max(0, done - 1 - (self.window - 2)) : done - 1]
+            full = 0 if self.head_waits else self.head.full_grads
+            return (head, full + self.backwards[0].full_grads) if at_once else (head + self.pending_of[done], full)
+        late = self.backwards[max(0, done - 1 - (self.window - 2)) : done if at_once else done - 1]
         full = sum(stage.full_grads for stage in late)
         head = self.head.trace.pending_bytes if self.tied else 0
-        return self.backwards[done - 1].trace.pending_bytes + head, full + self.head.full_grads
+        operands = 0 if at_once else self.backwards[done - 1].trace.pending_bytes
+        return operands + head, full + self.head.full_grads
 
     def _end(self) -> dict[str, int]:
         """The reductions of once a step: all gradients, and the OS shards of accumulated ones.
