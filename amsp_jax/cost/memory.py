@@ -281,7 +281,8 @@ class _Moments:
             head = self.head.trace.pending_bytes if self.head_waits else 0
             full = 0 if self.head_waits else self.head.full_grads
             return (head, full + self.backwards[0].full_grads) if at_once else (head + self.pending_of[done], full)
-        late = self.backwards[max(0, done - 1 - (self.window - 2)) : done if at_once else done - 1]
+        newest = done if at_once else done - 1
+        late = self.backwards[max(0, newest - (self.window - 2)) : newest]
         full = sum(stage.full_grads for stage in late)
         head = self.head.trace.pending_bytes if self.tied else 0
         operands = 0 if at_once else self.backwards[done - 1].trace.pending_bytes
