@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from amsp_jax.collectives import GATHERED, Reduction, gather, gather_last
 from amsp_jax.context import RING_ATTENTION
@@ -276,21 +277,27 @@ def _after_reduction(ready: Any, vjp: Any, grads: Params) -> tuple[Any, Params]:
 
 @jax.custom_vjp
 def together(x: Any, params: Params) -> tuple[Any, Params]:
-    """Both as they are. Backward, neither cotangent is used before both are there: a product that makes parameters'
-    gradients, which XLA would put off, does not keep its operands, and the reduction of its result begins."""
+    """Both as they are. Backward, no cotangent is used before all are there: a product that makes parameters'
+    gradients, which XLA would put off, does not keep its operands, and the reduction of its result begins. What gets
+    no gradient gets none here, or zeros would be reduced."""
     return x, params
 
 
 def _together_forward(x: Any, params: Params) -> tuple[tuple[Any, Params], None]:
-    return (x, params), None
+    return jax.tree.map(lambda leaf: leaf.value, (x, params)), None
 
 
 def _together_backward(residual: None, cotangents: tuple[Any, Params]) -> tuple[Any, Params]:
     del residual
-    return after((), cotangents)
+    leaves, structure = jax.tree.flatten(cotangents)
+    made = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, SymbolicZero)]
+    tied: list[Any] = [None] * len(leaves)
+    for i, leaf in zip(made, after((), [leaves[i] for i in made]), strict=True):
+        tied[i] = leaf
+    return jax.tree.unflatten(structure, tied)
 
 
-together.defvjp(_together_forward, _together_backward)
+together.defvjp(_together_forward, _together_backward, symbolic_zeros=True)
 
 
 def after(ready: Any, tree: Any) -> Any:

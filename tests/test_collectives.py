@@ -16,10 +16,11 @@ from oracle import RANKS, plan_for
 from test_communication import predicted
 from test_memory import predicted_argument_bytes
 
-from amsp_jax import hlo
+from amsp_jax import hlo, stack
+from amsp_jax.model import Model, Part
 from amsp_jax.state import abstract_state
 from amsp_jax.step import StepSettings, make_train_step
-from amsp_jax.strategy import all_degrees, parse
+from amsp_jax.strategy import DataRanks, all_degrees, parse
 
 STRATEGIES = [
     "ddp",
@@ -152,3 +153,27 @@ def test_other_optimizers_move_no_whole_leaf(optimizer):
     found = Counter((c.kind, c.groups, c.shape, c.in_loop) for c in hlo.collectives(text))
     extra = found - expected(plan, 1)
     assert all(np.prod(shape, dtype=int) <= 64 for _, _, shape, _ in extra), extra
+
+
+def test_a_parameter_without_a_gradient_is_not_reduced(monkeypatch):
+    """More blocks than are left free, a frozen matrix in each."""
+
+    def apply(params, x, batch, key):
+        return x + jnp.tanh(x @ (jax.lax.stop_gradient(params["frozen"]) + params["w"]))
+
+    block = Part(lambda key: {name: jax.random.normal(key, (64, 64)) for name in ("frozen", "w")}, apply)
+    head = Part(lambda key: {}, lambda params, embed, x, batch, key: ((jnp.sum(x**2), jnp.float32(1)), {}))
+    embed = Part(lambda key: {}, lambda params, batch, key: batch["x"])
+    model, optimizer = Model(name="frozen", embed=embed, blocks=(block,) * 12, head=head), oracle.optimizer("sgd")
+
+    def counts(strategy):
+        plan = plan_for(strategy, model, DataRanks(4))
+        batch = plan.place({"x": np.ones((1, 8, 64), np.float32)})
+        step = make_train_step(model, optimizer, plan, StepSettings())
+        program = step.lower(abstract_state(model, optimizer, plan), batch, np.uint32(0)).compile()
+        return Counter(found.kind for found in hlo.collectives(program.as_text()))
+
+    tied = [counts(strategy) for strategy in ("zero2", "zero3")]
+    monkeypatch.setattr(stack, "num_untied", lambda leaves, window: len(leaves))
+    assert tied == [counts(strategy) for strategy in ("zero2", "zero3")]
+    assert tied[0]["reduce-scatter"] > 0
