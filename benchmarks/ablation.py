@@ -140,7 +140,7 @@ def measured(layout: launch.Layout, ranks: DataRanks, size: Size, strategy: str,
 def in_turns(
     programs: Sequence[Any], state: TrainState, batches: Sequence[Batch], args: argparse.Namespace
 ) -> list[measure.StepTimes]:
-    """Some steps of each program, of each again, and so on; those that take long get fewer."""
+    """Some steps of each program, of each again, and so on; as many of each, fewer where the slowest takes long."""
     times: list[measure.StepTimes] = []
     for program in programs:
         state, warm = measure.run_steps(program, state, batches, NUM_WARMUP)

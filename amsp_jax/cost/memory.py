@@ -4,8 +4,9 @@ Arguments are exact. Temporaries follow what XLA's scheduler was seen to keep in
 (benchmarks/memory.md):
 - operands of the products that make parameter gradients wait for them, for as long as no barrier says otherwise;
 - where gradients are reduced, in each microbatch or once a step inside the last, the barriers of `stack` hold at most
-  `reduction_window` of them: while a block runs backward, the one before it still waits as operands, the oldest has
-  been reduced, the others are full. In the microbatches before the last, operands were not seen to wait for longer.
+  `reduction_window` of them: while a block runs backward, the one before it still waits as operands, or as a gradient
+  where that is made at once (`stack.num_untied`), the oldest has been reduced, the others are full. In the microbatches
+  before the last, operands were not seen to wait for longer.
 """
 
 from __future__ import annotations
