@@ -6,7 +6,7 @@
 #   NODES=1: one node, NVLink throughout.
 #   SOCKETS=1: threads of a connection between nodes, and sockets of each, instead of 4: a slower network.
 #   RANKS=4: so many processes; more than there are GPUs share them through MPS, each with its part of the multiprocessors
-#   and of the memory. Those of one node that share a GPU need NCCL 2.30 or newer.
+#   and of the memory. A node's are spread over the GPUs; those of one node that share a GPU need NCCL 2.30 or newer.
 #   CHANNELS=8: NCCL's, each a multiprocessor, where GPUs are shared; the part of 32 that a process has.
 #   JAX_PLATFORMS=cpu GPUS=2: two simulated devices, to try the command.
 set -u
@@ -37,7 +37,7 @@ fi
 port=$((20000 + RANDOM % 10000)) pids=() status=0
 for ((p = 0; p < ranks; p++)); do
   # The driver stops reading at -1; what follows tells the processes' lists apart.
-  [ "$ranks" -gt "$gpus" ] && export CUDA_VISIBLE_DEVICES=$((p * gpus / ranks)),-1,$p
+  [ "$ranks" -gt "$gpus" ] && export CUDA_VISIBLE_DEVICES=$((p % gpus)),-1,$p
   NCCL_HOSTID=node$((p / per_node)) timeout -k 5 "$limit" taskset -c "$((p * cpus))-$((p * cpus + cpus - 1))" \
     "$@" --coordinator "127.0.0.1:$port" --num-processes "$ranks" --process-id $p "${grid[@]}" > "$log.$p" 2>&1 &
   pids+=($!)
