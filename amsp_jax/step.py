@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from amsp_jax.breadth import Group, check_group, group_grads
 from amsp_jax.collectives import Reduction, param_shard, reduce_accumulated
 from amsp_jax.context import zigzag, zigzag_inverse
+from amsp_jax.errors import UserError
 from amsp_jax.model import Batch, LossOutput, Model, Params, Part
 from amsp_jax.optimizer import num_updates, to_storage, to_true
 from amsp_jax.parallel import CONTEXT, STAGE
@@ -209,10 +210,23 @@ def _summing_in_float32(model: Model) -> Model:
     bfloat16 stands still at 256 tokens that are added one by one."""
 
     def apply(*args: Any) -> LossOutput:
-        (total, weight), aux = model.head.apply(*args)
+        output = model.head.apply(*args)
+        try:
+            (total, weight), aux = output
+        except (TypeError, ValueError):
+            raise _not_sums(output) from None
+        if jnp.shape(total) or jnp.shape(weight):
+            raise _not_sums(output)
         return (jnp.asarray(total, jnp.float32), jnp.asarray(weight, jnp.float32)), aux
 
     return dataclasses.replace(model, head=dataclasses.replace(model.head, apply=apply))
+
+
+def _not_sums(output: Any) -> UserError:
+    return UserError(
+        f"the model's loss gave arrays of shapes {jax.tree.map(jnp.shape, output)}; it returns ((sum of losses, sum of "
+        "weights), aux), of all rows and tokens that it gets, each sum one number, and aux {} where there is none"
+    )
 
 
 def in_context_order(plan: Plan, batch: Batch) -> Batch:

@@ -10,6 +10,7 @@ import oracle
 import pytest
 from oracle import RANKS, Run, assert_equal_metrics, assert_equal_states, batches, one_device, plan_for
 
+from amsp_jax.errors import UserError
 from amsp_jax.model import Model
 from amsp_jax.optimizer import to_true
 from amsp_jax.parallel import ModelParallel
@@ -316,3 +317,26 @@ def test_sums_are_in_float32_whatever_a_model_gives(group):
     state, metrics = make_train_step(model, optimizer, plan, StepSettings(group=group))(state, batch, np.uint32(0))
     assert (sums.loss, sums.weight) == (767, 767)
     assert (metrics.num_tokens, metrics.loss, metrics.grad_norm) == (767, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("output", "told"),
+    [
+        (lambda losses, weights: jnp.mean(losses), r"shapes \(\);"),
+        (lambda losses, weights: (jnp.sum(losses), jnp.sum(weights)), r"shapes \(\(\), \(\)\);"),
+        (
+            lambda losses, weights: ((jnp.sum(losses)[None], jnp.sum(weights)), {}),
+            r"shapes \(\(\(1,\), \(\)\), \{\}\);",
+        ),
+    ],
+)
+def test_a_loss_that_gives_something_else_is_told_what_it_gives(output, told):
+    def loss(params, batch, rng):
+        return output(params["w"][batch["tokens"]] * batch["weights"], batch["weights"])
+
+    model, optimizer = Model.from_loss(loss, lambda key: {"w": jnp.ones(8)}), optax.sgd(0.1)
+    plan = plan_for("zero2", model, DataRanks(per_node=2, num_nodes=1))
+    batch = plan.place({"tokens": np.zeros((1, 2, 8), np.int32), "weights": np.ones((1, 2, 8), np.float32)})
+    step = make_train_step(model, optimizer, plan, StepSettings())
+    with pytest.raises(UserError, match=told + " it returns"):
+        step(init_state(model, optimizer, plan, seed=0), batch, np.uint32(0))

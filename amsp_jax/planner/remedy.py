@@ -14,6 +14,8 @@ from amsp_jax.strategy import Degrees, all_degrees, parse
 
 _MOST_NODES = 1024
 _SHORTEST = 512
+# What attention's kernels and the parts of a sequence need its length to be a multiple of, at most.
+_LENGTH_UNIT = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,12 +108,11 @@ def _more_nodes(change: _Change) -> Iterator[_Change]:
 
 
 def _shorter(change: _Change) -> Iterator[_Change]:
-    """Half as long, and so on."""
-    length = change.workload.seq_len // 2
-    while length >= _SHORTEST:
+    """About half as long, and so on."""
+    length = change.workload.seq_len
+    while (length := length // 2 // _LENGTH_UNIT * _LENGTH_UNIT) >= _SHORTEST:
         workload = dataclasses.replace(change.workload, seq_len=length)
         yield dataclasses.replace(change, text=f"--seq-len {length}", workload=workload)
-        length //= 2
 
 
 def _fits(change: _Change, objective: Objective, limit: int) -> bool:
