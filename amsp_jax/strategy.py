@@ -203,6 +203,7 @@ def _check_rule(strategy: Strategy, degrees: Degrees) -> None:
         ("opt_state", degrees.opt_state),
         ("data", Degree(ranks.per_node, ranks.num_nodes)),
     ]
+    below_name, below = "", Degree(1, 1)
     for (small_name, small), (big_name, big) in zip(chain, chain[1:], strict=False):
         for level, where in (("intra", "inside a node"), ("inter", "between nodes")):
             have, limit = getattr(small, level), getattr(big, level)
@@ -210,12 +211,15 @@ def _check_rule(strategy: Strategy, degrees: Degrees) -> None:
                 what = f"{limit} ({ranks})" if big_name == "data" else f"the {limit} of {big_name}={big}"
                 other = "" if big_name == "data" else f"; or change {big_name}"
                 # What divides the data ranks, too, can be part of a strategy that works.
-                nearest = _nearest(_divisors(math.gcd(limit, getattr(chain[-1][1], level))), have)
+                divisors = _divisors(math.gcd(limit, getattr(chain[-1][1], level)))
+                multiples = [d for d in divisors if d % getattr(below, level) == 0]
+                also = "" if multiples else f", where {below_name} divides it"
                 raise UserError(
                     f"strategy '{strategy}': {small_name}={small} breaks the dependency rule (params divides grads "
                     f"divides opt_state divides data): {where}, {have} does not divide {what}. "
-                    f"Nearest {small_name} {where}: {_list(nearest)}{other}"
+                    f"Nearest {small_name} {where}: {_list(_nearest(multiples or divisors, have))}{also}{other}"
                 )
+        below_name, below = small_name, small
 
 
 def ddp() -> Strategy:

@@ -98,7 +98,7 @@ def main() -> None:
         last_s = time.monotonic() - begin
         launch.say(f"{strategy}: {last_s:.1f} s")
     if layout.process_index == 0:
-        print(report(read_rows(args.out)))
+        print(report(read_rows(args.out)) + measure.cpu_note(layout))
 
 
 def parse_args() -> argparse.Namespace:

@@ -130,6 +130,11 @@ def check_file(path: Path) -> None:
         raise UserError(f"{path}: {error.strerror}; name a file in a folder of yours") from error
 
 
+def cpu_note(layout: launch.Layout) -> str:
+    """What to say below times of simulated devices, on a line of its own."""
+    return "\nSimulated devices share the CPU's cores: these times rank nothing." if layout.platform == "cpu" else ""
+
+
 def adamw() -> optax.GradientTransformation:
     """The optimizer of every benchmark."""
     return make_optimizer("adamw", 3e-4, weight_decay=0.1, clip_norm=1.0)

@@ -79,9 +79,9 @@ def main() -> None:
         }
         if layout.process_index == 0:
             append_row(args.out, row)
-            print(f"x{n} {strategy}: {step_times(row)} ms, all {row['wall_s']} s", flush=True)
+            print(f"x{n} {strategy_cell(row)}: {step_times(row)} ms, all {row['wall_s']} s", flush=True)
     if layout.process_index == 0:
-        print(report(read_rows(args.out)))
+        print(report(read_rows(args.out)) + measure.cpu_note(layout))
 
 
 def parse_args() -> argparse.Namespace:

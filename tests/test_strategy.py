@@ -184,6 +184,14 @@ def test_text_that_is_no_strategy(text, parts):
             ["grads=4x2 breaks", "between nodes, 2 does not divide the 1 of opt_state=4x1", ": 1; or change opt_state"],
         ),
         ("params=full grads=full opt_state=node", RANKS, ["grads=4x2 breaks", "between nodes"]),
+        # What is suggested fits what comes before, too.
+        ("params=2x1 grads=4x1 opt_state=8x1", RANKS, ["Nearest opt_state inside a node: 4"]),
+        ("params=2x1 grads=4x1 opt_state=2x1", RANKS, ["Nearest grads inside a node: 2; or change opt_state"]),
+        (
+            "params=3x1 grads=3x1 opt_state=full",
+            RANKS,
+            ["Nearest grads inside a node: 1, 2, 4, where params divides it; or change opt_state"],
+        ),
         # More than the cluster has, and counts that fill no whole nodes.
         (
             "mics(16)",
