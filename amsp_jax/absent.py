@@ -67,8 +67,11 @@ def devices(target: str, num_nodes: int, devices_per_node: int) -> tuple[jax.Dev
       num_nodes, devices_per_node: their grid.
 
     Raises:
-      UserError: jax has no compiler for them, or does not understand the description.
+      UserError: jax has no compiler for them, or does not understand the description; jaxlib does not know a flag of
+        `XLA_FLAGS`.
     """
+    if users := os.environ.get("XLA_FLAGS", "").split():
+        xla_flags.checked([], users)
     description = resources.files("amsp_jax").joinpath(f"targets/{target}.txtpb").read_text()
     topology = f"1x{num_nodes}x{devices_per_node}"
     try:

@@ -42,13 +42,16 @@ class Reduction:
       inter_node_dtype: on the wire between nodes, where gradients are sharded over them.
 
     Raises:
-      UserError: another dtype on the wire than that of the sums, and not narrower.
+      UserError: a dtype that is not of floating point; another on the wire than that of the sums, and not narrower.
     """
 
     dtype: jnp.dtype
     inter_node_dtype: jnp.dtype
 
     def __post_init__(self) -> None:
+        for name, dtype in (("reduce_dtype", self.dtype), ("inter_node_dtype", self.inter_node_dtype)):
+            if not jnp.issubdtype(dtype, jnp.floating):
+                raise UserError(f"{name}={dtype.name}: gradients travel in a dtype of floating point, as bfloat16")
         if self.inter_node_dtype != self.dtype and not self.is_narrower_between_nodes:
             raise UserError(
                 f"inter_node_dtype={self.inter_node_dtype.name} is not narrower than reduce_dtype={self.dtype.name}, "

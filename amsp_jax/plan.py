@@ -310,6 +310,10 @@ def make_plan(
         numbers = jax.tree.leaves(blocks)
         leaves = [dataclasses.replace(x, block=number) for x, number in zip(leaves, numbers, strict=True)]
     mesh = make_mesh(degrees, devices, parallel)
+    if not jnp.issubdtype(jnp.dtype(compute_dtype), jnp.floating):
+        raise UserError(
+            f"compute_dtype={jnp.dtype(compute_dtype).name}: a model computes in a dtype of floating point, as bfloat16"
+        )
     return Plan(mesh, degrees, jax.tree.unflatten(structure, leaves), jnp.dtype(compute_dtype), strategy, parallel)
 
 

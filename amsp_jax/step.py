@@ -74,6 +74,9 @@ class StepSettings:
       virtual_stages: parts of the model that a stage has; more than one interleaves them.
       group: microbatches that go through each block before the next block (`breadth`), where there are no stages; it
         divides the microbatches of a step.
+
+    Raises:
+      UserError: a value that is none of these.
     """
 
     reduce_dtype: Any = jnp.float32
@@ -85,12 +88,20 @@ class StepSettings:
     virtual_stages: int = 1
     group: int = 1
 
+    def __post_init__(self) -> None:
+        if self.remat not in list(Remat):
+            raise UserError(f"remat={self.remat!r}: it must be one of {', '.join(Remat)}")
+        object.__setattr__(self, "remat", Remat(self.remat))
+        for name in ("virtual_stages", "group"):
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise UserError(f"{name}={value!r}: it must be a whole number from 1 on")
+
     @property
     def reduction(self) -> Reduction:
         """How gradients are summed.
 
         Raises:
-          UserError: `inter_node_dtype` is wider than `reduce_dtype`.
+          UserError: one of the dtypes is none of floating point, or `inter_node_dtype` wider than `reduce_dtype`.
         """
         return Reduction.of(self.reduce_dtype, self.inter_node_dtype)
 
@@ -200,6 +211,7 @@ def make_grad_fn(model: Model, plan: Plan, settings: StepSettings) -> GradFn:
         batch = in_context_order(plan, batch)
         rows = _row_numbers(batch)
         check_group(settings.group, len(rows), plan.parallel.pipeline)
+        Schedule(settings.schedule, plan.parallel.pipeline, settings.virtual_stages, len(rows))
         return mapped(params, batch, rows, jnp.asarray(seed), jnp.asarray(step))
 
     return grads_of
@@ -244,7 +256,11 @@ def _in_groups(size: int, data: Any) -> Any:
 
 def _row_numbers(batch: Batch) -> jax.Array:
     """[microbatches, rows] int32: the number of each row in the global batch."""
-    shape = jax.tree.leaves(batch)[0].shape[:2]
+    shapes = {name: jnp.shape(x) for name, x in batch.items()}
+    shape = next((shape[:2] for shape in shapes.values()), ())
+    if len(shape) != 2 or 0 in shape or any(each[:2] != shape for each in shapes.values()):
+        told = ", ".join(f"{name} {each}" for name, each in shapes.items()) or "no arrays"
+        raise UserError(f"a batch of {told}: its arrays are [microbatches, rows, ...], with equal numbers of both")
     return jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
 
 

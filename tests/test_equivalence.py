@@ -340,3 +340,42 @@ def test_a_loss_that_gives_something_else_is_told_what_it_gives(output, told):
     step = make_train_step(model, optimizer, plan, StepSettings())
     with pytest.raises(UserError, match=told + " it returns"):
         step(init_state(model, optimizer, plan, seed=0), batch, np.uint32(0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"remat": "bogus"}, "remat='bogus': it must be one of none, projections, full"),
+        ({"group": 2.0}, "group=2.0: it must be a whole number"),
+        ({"virtual_stages": 0}, "virtual_stages=0"),
+    ],
+)
+def test_settings_that_are_none(settings, told):
+    with pytest.raises(UserError, match=told):
+        StepSettings(**settings)
+
+
+def test_rematerialisation_as_text():
+    assert StepSettings(remat="full").remat is Remat.FULL
+
+
+@pytest.mark.parametrize("settings", [{"schedule": "bogus"}, {"virtual_stages": 2}])
+def test_a_pipelines_settings_are_checked_without_stages(settings):
+    model, optimizer = oracle.model("llama"), optax.sgd(0.1)
+    plan = plan_for("zero2", model, DataRanks(per_node=2, num_nodes=1))
+    step = make_train_step(model, optimizer, plan, StepSettings(**settings))
+    with pytest.raises(UserError, match="SCHEDULE='bogus'|VIRTUAL_STAGES=2 with PIPELINE=1"):
+        step.lower(abstract_state(model, optimizer, plan), oracle.placed(plan, oracle.batches(steps=1)[0], 1), 0)
+
+
+@pytest.mark.parametrize("shapes", [{"tokens": (2, 4), "weights": (1, 4)}, {"tokens": (0, 4), "weights": (0, 4)}, {}])
+def test_arrays_of_a_batch_have_as_many_microbatches(shapes):
+    def loss(params, batch, rng):
+        return (jnp.sum(params["w"]), jnp.ones(())), {}
+
+    model, optimizer = Model.from_loss(loss, lambda key: {"w": jnp.ones(8)}), optax.sgd(0.1)
+    plan = plan_for("zero2", model, DataRanks(per_node=2, num_nodes=1))
+    batch = {name: jax.ShapeDtypeStruct((*shape, 8), jnp.float32) for name, shape in shapes.items()}
+    step = make_train_step(model, optimizer, plan, StepSettings())
+    with pytest.raises(UserError, match="a batch of .*equal numbers of both"):
+        step.lower(abstract_state(model, optimizer, plan), batch, 0)

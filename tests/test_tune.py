@@ -495,3 +495,17 @@ def test_no_measured_trial_is_an_error(trainer, tmp_path, capsys, clean_environm
     words = arguments(tmp_path, "--launcher", " ".join(trainer), "--search=microbatch=2", "--search=strategy=ddp")
     assert main([*words, "--trials", "2"]) == 2
     assert "none of 2 trials was measured" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--seed", "-1"], "--seed -1: it is from 0"),
+        (["--launcher", "'srun"], "--launcher 'srun: no closing quotation"),
+        (["--launcher", "srun"], "SLURM_JOB_NUM_NODES='two': no number of nodes"),
+    ],
+)
+def test_mistakes_of_the_command_are_one_line(words, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "two" if words[1] == "srun" else "1")
+    assert main(["tune", "--out", str(tmp_path), "--search", "microbatch=1", *words]) == 2
+    assert told in capsys.readouterr().err

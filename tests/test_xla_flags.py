@@ -301,6 +301,10 @@ def test_a_users_flag_that_xla_refuses_is_an_error(tmp_path, monkeypatch):
     )
     with pytest.raises(UserError, match="XLA flags --xla_nope=1: jaxlib"):
         xla_flags.checked(["--xla_b"], ["--xla_nope=1"], tmp_path / "a")
+    usage = "E0000 flags.cc] Couldn't interpret value abc for flag xla_level.\nusage: --xla_level=abc"
+    monkeypatch.setattr(trial, "_run_child", lambda flags: (-6, usage))
+    with pytest.raises(UserError, match="XLA flags --xla_level=abc: jaxlib .* or their values"):
+        xla_flags.checked(["--xla_b"], ["--xla_level=abc"], tmp_path / "c")
     monkeypatch.setattr(trial, "_run_child", lambda flags: (-6, "something else"))
     with pytest.raises(UserError, match="something else"):
         xla_flags.checked([], ["--xla_nope=1"], tmp_path / "b")

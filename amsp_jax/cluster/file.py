@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -221,12 +222,17 @@ def _integer(value: object, where: str) -> int:
         raise _wrong(value, where, "an integer")
     if value < 1:
         raise _wrong(value, where, "at least 1")
+    if value >= 2**63:
+        raise _wrong(value, where, "below 2**63")
     return value
 
 
 def _number(value: object, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _wrong(value, where, "a number")
+    # Beyond these a quotient of two is no number of use.
+    if 0 < abs(value) < 1e-30 or 1e30 < abs(value) < math.inf:
+        raise _wrong(value, where, "0, or between 1e-30 and 1e30")
     return value
 
 

@@ -13,6 +13,9 @@ from amsp_jax.calibrate.collectives import size_text
 from amsp_jax.cluster import Cluster, save_cluster
 from amsp_jax.errors import UserError
 
+# Of the file systems in use.
+_LONGEST_NAME = 255
+
 
 def add_parser(commands: Any) -> None:
     """Adds the command to a parser's subparsers."""
@@ -62,9 +65,18 @@ def _check_files(args: argparse.Namespace) -> None:
         if path is None:
             continue
         folder = path.resolve().parent
-        if path.is_dir() or not os.access(folder, os.W_OK):
-            problem = "a folder" if path.is_dir() else f"{folder} cannot be written to"
+        too_long = len(os.fsencode(path.name)) > _LONGEST_NAME
+        if too_long or path.is_dir() or not os.access(folder, os.W_OK):
+            problem = f"{folder} cannot be written to"
+            if too_long:
+                problem = f"a name of {len(path.name)} letters"
+            elif path.is_dir():
+                problem = "a folder"
             raise UserError(f"{flag}={path}: {problem}; name a file in a folder of yours")
+    if args.plot and args.plot.resolve() == args.out.resolve():
+        raise UserError(
+            f"--plot={args.plot}: is --out, too; the picture would replace the cluster file. Name two files"
+        )
     if args.plot and args.plot.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise UserError(f"--plot={args.plot}: draws .png, .pdf and .svg; name it network.png")
 

@@ -79,6 +79,8 @@ def run(args: argparse.Namespace) -> None:
     """
     if importlib.util.find_spec("optuna") is None:
         raise UserError("tune needs optuna, which is not installed; pip install -e '.[tune]'")
+    if not 0 <= args.seed < 2**32:
+        raise UserError(f"--seed {args.seed}: it is from 0 to 2**32 - 1")
     if not 0 <= args.warmup < args.steps:
         raise UserError(f"--warmup {args.warmup}: it is at least 0 and below --steps {args.steps}")
     files = [cli.find_gin_file(name) for name in args.gin_file or [cli.QUICKSTART]]
@@ -95,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
 def _grounds(args: argparse.Namespace, config: TrainConfig) -> Grounds:
     """The devices that a trial will have, without starting one."""
     platform, _ = find_platform(os.environ.get("JAX_PLATFORMS", ""))
-    spanned = int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) if args.launcher else 1
+    spanned = _nodes_of_job() if args.launcher else 1
     num_nodes, per_node = args.nodes or spanned, count_gpus(platform) if platform != "cpu" else 0
     if platform == "cpu":
         num_nodes, per_node = config.simulated_nodes or 1, config.simulated_devices_per_node or 1
@@ -110,6 +112,14 @@ def _grounds(args: argparse.Namespace, config: TrainConfig) -> Grounds:
         global_batch=config.global_batch,
         seq_len=config.seq_len,
     )
+
+
+def _nodes_of_job() -> int:
+    """SLURM's, 1 without it."""
+    text = os.environ.get("SLURM_JOB_NUM_NODES", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"SLURM_JOB_NUM_NODES={text!r}: no number of nodes; say how many a trial spans with --nodes")
+    return int(text)
 
 
 def _search(
@@ -226,12 +236,19 @@ def _identity(args: argparse.Namespace, config: TrainConfig, grounds: Grounds, s
     return {**settings, **search, **timed, "devices": f"{grounds.num_nodes} x {grounds.devices_per_node}"}
 
 
+def _launcher(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"--launcher {text}: {str(error).lower()}; write it as in a shell, 'srun --nodes 2'") from None
+
+
 def _command(args: argparse.Namespace, files: list[Path], config: TrainConfig) -> list[str]:
     """What starts a trial, without the settings of its point."""
     # The trial is ended at its last step: a run that ends by itself writes a checkpoint.
     bare = {**_BARE, "STEPS": max(config.steps, args.steps + 1)}
     return [
-        *shlex.split(args.launcher),
+        *_launcher(args.launcher),
         *(sys.executable, str(cli.REPOSITORY / "train.py")),
         *(f"--gin_file={file}" for file in files),
         *args.settings,

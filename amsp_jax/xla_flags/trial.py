@@ -37,19 +37,24 @@ def checked(
     refused = _refused(merge(ours, users), cache or user_cache() / "xla_flags.json")
     version = importlib.metadata.version("jaxlib")
     if bad := [flag for flag in users if flag_name(flag) in refused]:
-        raise UserError(f"XLA flags {' '.join(bad)}: jaxlib {version} does not know them. Remove or correct them.")
+        raise UserError(
+            f"XLA flags {' '.join(bad)}: jaxlib {version} does not know them, or their values. Remove or correct them."
+        )
     if site and (wrong := sorted(refused & site.flags.keys())):
         raise UserError(
-            f"site file {site.path}: [flags] {', '.join(wrong)}: jaxlib {version} does not know that. Correct the file."
+            f"site file {site.path}: [flags] {', '.join(wrong)}: jaxlib {version} does not know that, or its value. "
+            "Correct the file."
         )
     notes = [
-        f"XLA flag {flag} left out: jaxlib {version} does not know it." for flag in ours if flag_name(flag) in refused
+        f"XLA flag {flag} left out: jaxlib {version} does not know it, or its value."
+        for flag in ours
+        if flag_name(flag) in refused
     ]
     return merge([flag for flag in ours if flag_name(flag) not in refused], users), notes
 
 
 def _refused(wanted: list[str], cache: pathlib.Path) -> set[str]:
-    """The names that XLA does not know, from the cache or a child process."""
+    """The names that XLA does not know, or whose values it does not take, from the cache or a child process."""
     key = " ".join([importlib.metadata.version("jaxlib"), *wanted])
     answers = _read_cache(cache)
     if key not in answers:
@@ -64,6 +69,7 @@ def _try(wanted: list[str], run_child: Callable[[str], tuple[int, str]]) -> list
         return []
     found = re.search(r"Unknown flags? in XLA_FLAGS: (.*)", output)
     names = [flag_name(flag) for flag in found[1].split()] if found else []
+    names += re.findall(r"Couldn't interpret value .* for flag (\w+)", output)
     if not names:
         last = (output.strip().splitlines() or ["no message"])[-1]
         raise UserError(f"XLA refuses the flags {' '.join(wanted)}: {last}. Correct XLA_FLAGS.")
