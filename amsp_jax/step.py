@@ -76,7 +76,7 @@ class StepSettings:
         divides the microbatches of a step.
 
     Raises:
-      UserError: a value that is none of these.
+      UserError: another `remat`, a number that is not whole; what depends on the batch shows when a step is traced.
     """
 
     reduce_dtype: Any = jnp.float32
@@ -93,8 +93,8 @@ class StepSettings:
             raise UserError(f"remat={self.remat!r}: it must be one of {', '.join(Remat)}")
         object.__setattr__(self, "remat", Remat(self.remat))
         for name in ("virtual_stages", "group"):
-            if not isinstance(value := getattr(self, name), int) or value < 1:
-                raise UserError(f"{name}={value!r}: it must be a whole number from 1 on")
+            if not isinstance(value := getattr(self, name), int):
+                raise UserError(f"{name}={value!r}: it must be a whole number")
 
     @property
     def reduction(self) -> Reduction:

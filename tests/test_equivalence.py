@@ -347,7 +347,7 @@ def test_a_loss_that_gives_something_else_is_told_what_it_gives(output, told):
     [
         ({"remat": "bogus"}, "remat='bogus': it must be one of none, projections, full"),
         ({"group": 2.0}, "group=2.0: it must be a whole number"),
-        ({"virtual_stages": 0}, "virtual_stages=0"),
+        ({"virtual_stages": "two"}, "virtual_stages='two'"),
     ],
 )
 def test_settings_that_are_none(settings, told):
