@@ -319,7 +319,7 @@ def test_the_summary_names_the_messages_of_its_times(measured):
     [
         (["--out", "no/c.json"], "--out=no/c.json: .*no cannot be written to"),
         (["--out", "."], "--out=.: a folder"),
-        (["--out", "c" * 256], "--out=c*: a name of 256 letters"),
+        (["--out", "c" * 256], "--out=c+: a name of 256 bytes, of 255 at most"),
         (["--out", "c.png", "--plot", "./c.png"], "--plot=c.png: is --out, too"),
         (["--out", "c.json", "--plot", "c.txt"], "--plot=c.txt: draws .png, .pdf and .svg"),
     ],

@@ -65,13 +65,10 @@ def _check_files(args: argparse.Namespace) -> None:
         if path is None:
             continue
         folder = path.resolve().parent
-        too_long = len(os.fsencode(path.name)) > _LONGEST_NAME
-        if too_long or path.is_dir() or not os.access(folder, os.W_OK):
-            problem = f"{folder} cannot be written to"
-            if too_long:
-                problem = f"a name of {len(path.name)} letters"
-            elif path.is_dir():
-                problem = "a folder"
+        if (num_bytes := len(os.fsencode(path.name))) > _LONGEST_NAME:
+            raise UserError(f"{flag}={path}: a name of {num_bytes} bytes, of {_LONGEST_NAME} at most; name it shorter")
+        if path.is_dir() or not os.access(folder, os.W_OK):
+            problem = "a folder" if path.is_dir() else f"{folder} cannot be written to"
             raise UserError(f"{flag}={path}: {problem}; name a file in a folder of yours")
     if args.plot and args.plot.resolve() == args.out.resolve():
         raise UserError(
