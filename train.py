@@ -19,13 +19,15 @@ if __name__ == "__main__":
     for asks_to_stop in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(asks_to_stop, stop)
 
-from amsp_jax import auto, cli, launch, trainer
-from amsp_jax.job import compiler_options
+from amsp_jax.cli import settings as cli
+from amsp_jax.run import auto, trainer
+from amsp_jax.run.job import compiler_options
+from amsp_jax.runtime import launch
 from amsp_jax.strategy import parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code, one of `launch.exit_codes`."""
+    """Runs the command line and returns the exit code, one of `runtime.exit_codes`."""
     return cli.run(lambda: train(sys.argv[1:] if argv is None else argv))
 
 

@@ -6,8 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from amsp_jax import cli, launch
-from amsp_jax.commands import calibrate, compile, doctor, generate, plan, profile, tune
+from amsp_jax.cli import settings as cli
+from amsp_jax.cli.commands import calibrate, compile, doctor, generate, plan, profile, tune
+from amsp_jax.runtime import launch
 
 COMMANDS = (plan, calibrate, compile, profile, generate, doctor, tune)
 

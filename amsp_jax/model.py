@@ -66,7 +66,7 @@ class Part:
         head `apply(params, embed_params, x, batch, rng) -> ((loss_sum, weight_sum), aux)`.
         Blocks that share one `apply` object, and whose parameters have equal shapes, are traced once.
       splits: a `Split` or None in place of each parameter; None altogether if the part knows no tensor parallelism.
-        With it, `apply` gets each rank's piece of the split parameters and communicates by `amsp_jax.tensor`.
+        With it, `apply` gets each rank's piece of the split parameters and communicates by `amsp_jax.engine.tensor`.
     """
 
     init: Callable[[jax.Array], Params]

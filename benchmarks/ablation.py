@@ -22,12 +22,13 @@ from measure import COMPUTE_DTYPE, Size
 from rows import Row, append_row, read_rows, step_times, table
 from strategies import make_parser, named, size_of
 
-from amsp_jax import cli, launch
-from amsp_jax.mesh import level
+from amsp_jax.cli import settings as cli
+from amsp_jax.engine.mesh import level
+from amsp_jax.engine.plan import Plan, make_plan
+from amsp_jax.engine.state import TrainState
+from amsp_jax.engine.train_step import StepSettings
 from amsp_jax.model import Batch, Model
-from amsp_jax.plan import Plan, make_plan
-from amsp_jax.state import TrainState
-from amsp_jax.step import StepSettings
+from amsp_jax.runtime import launch
 from amsp_jax.strategy import DataRanks
 
 STRATEGIES = ("params=replica grads=node opt_state=full", "zero1", "mics", "zero3")

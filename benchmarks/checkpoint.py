@@ -30,8 +30,8 @@ import numpy as np
 import orbax.checkpoint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from amsp_jax import cli
-from amsp_jax.checkpoint import Checkpointer
+from amsp_jax.cli import settings as cli
+from amsp_jax.run.checkpoint import Checkpointer
 
 HIDDEN = 1024
 BLOCK_BYTES = 16 << 20

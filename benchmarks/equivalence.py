@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from amsp_jax import cli
-from amsp_jax.optimizer import make_optimizer, to_true
-from amsp_jax.plan import make_plan
-from amsp_jax.state import init_state, true_state
-from amsp_jax.step import StepSettings, make_train_step
+from amsp_jax.cli import settings as cli
+from amsp_jax.engine.optimizer import make_optimizer, to_true
+from amsp_jax.engine.plan import make_plan
+from amsp_jax.engine.state import init_state, true_state
+from amsp_jax.engine.train_step import StepSettings, make_train_step
+from amsp_jax.models.registry import build_model
 from amsp_jax.strategy import DataRanks
-from models.registry import build_model
 
 MIXED = "params=replica grads=node opt_state=full"
 RUNS = [("zero3", 1), ("zero3", 1), ("zero3", 3), ("ddp", 3), ("zero1", 3), ("zero2", 3), ("mics(2)", 3), (MIXED, 3)]

@@ -27,10 +27,11 @@ import measure
 import numpy as np
 from ablation import PARTS, Part
 
-from amsp_jax import cli, launch
-from amsp_jax.data import Prefetcher
-from amsp_jax.job import Job, prepare
-from amsp_jax.state import init_state
+from amsp_jax.cli import settings as cli
+from amsp_jax.engine.state import init_state
+from amsp_jax.run.data import Prefetcher
+from amsp_jax.run.job import Job, prepare
+from amsp_jax.runtime import launch
 
 RUNS = (("overlap", PARTS[-1]), ("overlap again", PARTS[-1]), ("no overlap", PARTS[0]))
 

@@ -22,18 +22,19 @@ import numpy as np
 import optax
 from rows import Row
 
-from amsp_jax import launch, xla_flags
-from amsp_jax.cli import set_up as set_up
-from amsp_jax.cluster import peak_flops
+from amsp_jax.cli.settings import set_up as set_up
+from amsp_jax.compile import xla_flags
+from amsp_jax.engine.optimizer import make_optimizer
+from amsp_jax.engine.plan import Plan, make_plan
+from amsp_jax.engine.state import TrainState, abstract_state, init_state
+from amsp_jax.engine.train_step import StepSettings, make_train_step
 from amsp_jax.errors import UserError
 from amsp_jax.model import Model
-from amsp_jax.optimizer import make_optimizer
-from amsp_jax.plan import Plan, make_plan
-from amsp_jax.state import TrainState, abstract_state, init_state
-from amsp_jax.step import StepSettings, make_train_step
+from amsp_jax.models.attention import choose_attention
+from amsp_jax.models.registry import build_model, model_config
+from amsp_jax.predict.cluster import peak_flops
+from amsp_jax.runtime import launch
 from amsp_jax.strategy import DataRanks
-from models.attention import choose_attention
-from models.registry import build_model, model_config
 
 COMPUTE_DTYPE, NUM_LEAST = jnp.bfloat16, 4
 """Of every benchmark but `train_step.py`; steps that are timed however slow they are."""

@@ -23,16 +23,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax.numpy as jnp
 
-from amsp_jax import absent, cli
-from amsp_jax.cost import group_memory, memory
-from amsp_jax.cost.sketch import Sketch
-from amsp_jax.cost.trace import ModelTrace, trace_model
-from amsp_jax.optimizer import make_optimizer
-from amsp_jax.plan import make_plan
-from amsp_jax.stack import Remat
-from amsp_jax.step import StepSettings
+from amsp_jax.cli import settings as cli
+from amsp_jax.compile import ahead_of_time as absent
+from amsp_jax.engine.blocks import Remat
+from amsp_jax.engine.optimizer import make_optimizer
+from amsp_jax.engine.plan import make_plan
+from amsp_jax.engine.train_step import StepSettings
+from amsp_jax.models.registry import build_model
+from amsp_jax.predict.cost import group_memory, memory
+from amsp_jax.predict.cost.sketch import Sketch
+from amsp_jax.predict.cost.trace import ModelTrace, trace_model
 from amsp_jax.strategy import DataRanks
-from models.registry import build_model
 
 ROOT = Path(__file__).parent.parent
 Overrides = tuple[tuple[str, int], ...]

@@ -30,8 +30,10 @@ from measure import SIZES
 from regret_settings import PROBE_BYTES, Setting, next_setting, read_picks
 from rows import Row, append_row, gibibytes, read_rows, step_times
 
-from amsp_jax import calibrate, cli, launch
-from amsp_jax.cluster import load_cluster, save_cluster
+from amsp_jax.cli import settings as cli
+from amsp_jax.predict import calibrate
+from amsp_jax.predict.cluster import load_cluster, save_cluster
+from amsp_jax.runtime import launch
 from amsp_jax.strategy import DataRanks, Degree
 
 NUM_WARMUP, NUM_STEPS, MOST_S = 2, 8, 12.0

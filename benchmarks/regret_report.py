@@ -17,10 +17,10 @@ from measure import COMPUTE_DTYPE, SIZES, Size, adamw, check_file
 from regret_settings import PROBE_BYTES, SETTINGS, Picks, Setting
 from rows import Row, gibibytes, milliseconds, read_rows, step_times, table
 
-from amsp_jax.calibrate import disturbed_sizes
-from amsp_jax.cluster import Cluster, compute_capability, load_cluster
 from amsp_jax.errors import UserError
-from amsp_jax.planner import Candidate, Estimate, Scorer, Workload
+from amsp_jax.predict.calibrate import disturbed_sizes
+from amsp_jax.predict.cluster import Cluster, compute_capability, load_cluster
+from amsp_jax.predict.planner import Candidate, Estimate, Scorer, Workload
 from amsp_jax.strategy import Degree, Degrees, all_degrees
 
 ACCUMULATIONS = (1, 2, 4, 8)

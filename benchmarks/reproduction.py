@@ -15,13 +15,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import reproduction_frontier  # noqa: E402
 
-from amsp_jax.cluster import named_cluster  # noqa: E402
-from amsp_jax.cost.papers import amsp  # noqa: E402
-from amsp_jax.optimizer import make_optimizer  # noqa: E402
-from amsp_jax.planner import Candidate, Scorer, Workload  # noqa: E402
-from amsp_jax.stack import Remat  # noqa: E402
+from amsp_jax.engine.blocks import Remat  # noqa: E402
+from amsp_jax.engine.optimizer import make_optimizer  # noqa: E402
+from amsp_jax.models.registry import build_model  # noqa: E402
+from amsp_jax.predict.cluster import named_cluster  # noqa: E402
+from amsp_jax.predict.cost.papers import amsp  # noqa: E402
+from amsp_jax.predict.planner import Candidate, Scorer, Workload  # noqa: E402
 from amsp_jax.strategy import parse  # noqa: E402
-from models.registry import build_model  # noqa: E402
 
 MICS = "params=8x1 grads=8x1 opt_state=8x2"
 ROWS = [

@@ -16,15 +16,15 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from amsp_jax import cli
-from amsp_jax.cluster import named_cluster
-from amsp_jax.cost.papers import frontier, megatron
-from amsp_jax.optimizer import make_optimizer
-from amsp_jax.parallel import ModelParallel
-from amsp_jax.planner import Candidate, Estimate, Scorer, Workload
-from amsp_jax.stack import Remat
+from amsp_jax.cli import settings as cli
+from amsp_jax.engine.blocks import Remat
+from amsp_jax.engine.optimizer import make_optimizer
+from amsp_jax.engine.parallel import ModelParallel
+from amsp_jax.models.registry import build_model
+from amsp_jax.predict.cluster import named_cluster
+from amsp_jax.predict.cost.papers import frontier, megatron
+from amsp_jax.predict.planner import Candidate, Estimate, Scorer, Workload
 from amsp_jax.strategy import parse
-from models.registry import build_model
 
 ROOT = Path(__file__).parent.parent
 IMAGE = ROOT / "docs" / "images" / "frontier.png"

@@ -3,8 +3,9 @@
     python benchmarks/scale.py 175b-cpu
     python benchmarks/scale.py 1t-h100 --hlo 1t.hlo
 
-No device is there: those of a CPU are simulated, GPUs are described (`amsp_jax.absent`, needs the cuda extra). Prints
-one JSON line: seconds, the process's largest memory, argument bytes beside the plan's, collectives by where they are.
+No device is there: those of a CPU are simulated, GPUs are described (`amsp_jax.compile.ahead_of_time`, needs the cuda
+extra). Prints one JSON line: seconds, the process's largest memory, argument bytes beside the plan's, collectives by
+where they are.
 `scale.md` has the results.
 """
 
@@ -27,15 +28,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from amsp_jax import StepSettings, absent, abstract_state, cli, hlo, make_optimizer, make_train_step
-from amsp_jax.cost.trace import cudnn_assumed
-from amsp_jax.hlo.collectives import operations
-from amsp_jax.hlo.text import parse
-from amsp_jax.optimizer import warmup_cosine
-from amsp_jax.parallel import ModelParallel
-from amsp_jax.plan import Plan, plan_model
-from amsp_jax.stack import Remat
-from models.registry import build_model
+from amsp_jax import StepSettings, abstract_state, make_optimizer, make_train_step
+from amsp_jax.cli import settings as cli
+from amsp_jax.compile import ahead_of_time as absent
+from amsp_jax.compile import hlo
+from amsp_jax.compile.hlo.collectives import operations
+from amsp_jax.compile.hlo.text import parse
+from amsp_jax.engine.blocks import Remat
+from amsp_jax.engine.optimizer import warmup_cosine
+from amsp_jax.engine.parallel import ModelParallel
+from amsp_jax.engine.plan import Plan, plan_model
+from amsp_jax.models.registry import build_model
+from amsp_jax.predict.cost.trace import cudnn_assumed
 
 DEVICES_PER_NODE = 8
 CPU_LIMIT = 2048

@@ -23,9 +23,10 @@ from measure import SIZES, Size
 from regret_report import choice
 from rows import Row, append_row, gibibytes, read_rows, step_times, table
 
-from amsp_jax import cli, launch
-from amsp_jax.cluster import load_cluster
+from amsp_jax.cli import settings as cli
 from amsp_jax.errors import UserError
+from amsp_jax.predict.cluster import load_cluster
+from amsp_jax.runtime import launch
 from amsp_jax.strategy import DataRanks, PartialSharding, parse
 
 NAMED = ("params=replica grads=node opt_state=full", "mics", "hpz", "zero3", "zero1", "zero2", "ddp")

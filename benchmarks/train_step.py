@@ -3,8 +3,8 @@
     python benchmarks/train_step.py --model llama-7b --strategy zero3 --seq_len 4096 --microbatch 2
     python benchmarks/train_step.py --model llama-7b --compile_for h200 --devices 4
 
-Synthetic random tokens; the step is `amsp_jax.step.make_train_step` as `train.py` runs it. Prints one JSON line:
-medians over `--steps` after `--warmup`. MFU = tokens/s x `ModelNumbers.flops_per_token` / peak.
+Synthetic random tokens; the step is `amsp_jax.engine.train_step.make_train_step` as `train.py` runs it. Prints
+one JSON line: medians over `--steps` after `--warmup`. MFU = tokens/s x `ModelNumbers.flops_per_token` / peak.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ import jax
 import jax.numpy as jnp
 import measure
 
-from amsp_jax import absent, cli, xla_flags
+from amsp_jax.cli import settings as cli
+from amsp_jax.compile import ahead_of_time as absent
+from amsp_jax.compile import xla_flags
+from amsp_jax.engine.parallel import ModelParallel
+from amsp_jax.engine.plan import Plan, plan_model
+from amsp_jax.engine.train_step import Remat, StepSettings
 from amsp_jax.model import Model
-from amsp_jax.parallel import ModelParallel
-from amsp_jax.plan import Plan, plan_model
-from amsp_jax.step import Remat, StepSettings
-from models.registry import build_model
+from amsp_jax.models.registry import build_model
 
 _SETTINGS = {"group": "MICROBATCH_GROUP"}
 """Of train.py, where their names are not those of the flags here."""
@@ -58,7 +60,7 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--nodes", type=count, default=1, help="logical nodes the devices are split into")
     p.add_argument("--devices", type=int, default=0, help="devices of --compile_for, or simulated on a CPU")
     p.add_argument("--compile_for", choices=absent.TARGETS, help="compiles only, for GPUs that are not there")
-    p.add_argument("--xla_flags", default="", help="added to the flags of amsp_jax.xla_flags")
+    p.add_argument("--xla_flags", default="", help="added to the flags of amsp_jax.compile.xla_flags")
     p.add_argument("--no_default_flags", action="store_true", help="nor its compiler options")
     p.add_argument("--cache", type=Path, help="jax's persistent compilation cache: a second start finds the step in it")
     p.add_argument("--dump", type=Path, help="write the compiled program here")

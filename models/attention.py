@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from amsp_jax import context
+from amsp_jax.engine import context
 from amsp_jax.errors import UserError
-from models import flash_attention
-from models.config import AttentionImplementation
+from amsp_jax.models import flash_attention
+from amsp_jax.models.config import AttentionImplementation
 
 _NAMES: dict[AttentionImplementation, str] = {
     "cudnn": "cuDNN flash attention",

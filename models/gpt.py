@@ -11,12 +11,12 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from amsp_jax import context, tensor
+from amsp_jax.engine import context, tensor
 from amsp_jax.errors import UserError
 from amsp_jax.model import Batch, Model, ModelNumbers, Split
-from models import layers
-from models.attention import causal_attention
-from models.config import TransformerConfig
+from amsp_jax.models import layers
+from amsp_jax.models.attention import causal_attention
+from amsp_jax.models.config import TransformerConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,10 +22,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from amsp_jax import context, tensor
+from amsp_jax.engine import context, tensor
 from amsp_jax.model import Batch, LossOutput, Model, ModelNumbers, Part, Split
-from models.config import TransformerConfig
-from models.loss import ChunkedLoss, cross_entropy
+from amsp_jax.models.config import TransformerConfig
+from amsp_jax.models.loss import ChunkedLoss, cross_entropy
 
 
 class RMSNorm(nnx.Module):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from amsp_jax import tensor
+from amsp_jax.engine import tensor
 from amsp_jax.errors import UserError
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from amsp_jax.errors import UserError
 from amsp_jax.model import Model
-from models.config import TransformerConfig
-from models.gpt import GPTConfig, gpt
-from models.llama import LlamaConfig, llama
+from amsp_jax.models.config import TransformerConfig
+from amsp_jax.models.gpt import GPTConfig, gpt
+from amsp_jax.models.llama import LlamaConfig, llama
 
 
 @dataclasses.dataclass(frozen=True)

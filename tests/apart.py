@@ -21,7 +21,8 @@ def apart(check):
     @functools.wraps(check)
     def test():
         code = f"import {check.__module__} as tests; tests.{check.__name__}.check()"
-        paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+        here = Path(sys.modules[check.__module__].__file__).parent
+        paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", here)))
         environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
         done = subprocess.run(
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False

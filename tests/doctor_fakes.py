@@ -2,8 +2,8 @@
 
 import time
 
-from amsp_jax.doctor import findings
-from amsp_jax.launch import Layout
+from amsp_jax.cli.doctor import findings
+from amsp_jax.runtime.launch import Layout
 
 
 def raising(error):

@@ -12,13 +12,13 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
+from amsp_jax.engine.optimizer import make_optimizer, to_true
+from amsp_jax.engine.plan import Plan, make_plan
+from amsp_jax.engine.state import TrainState, abstract_state, init_state, true_state
+from amsp_jax.engine.train_step import StepSettings, make_grad_fn, make_update_fn
 from amsp_jax.model import Model, Params, Part
-from amsp_jax.optimizer import make_optimizer, to_true
-from amsp_jax.plan import Plan, make_plan
-from amsp_jax.state import TrainState, abstract_state, init_state, true_state
-from amsp_jax.step import StepSettings, make_grad_fn, make_update_fn
+from amsp_jax.models.registry import build_model
 from amsp_jax.strategy import DataRanks, Strategy
-from models.registry import build_model
 
 RANKS = DataRanks(per_node=4, num_nodes=2)
 STEPS, ROWS, SEQ = 4, 24, 8

@@ -27,13 +27,13 @@ import parallel_table
 from oracle import Run, assert_equal_metrics, assert_equal_states
 from parallel_table import Row
 
+from amsp_jax.engine.optimizer import make_optimizer
+from amsp_jax.engine.plan import Plan, plan_model
+from amsp_jax.engine.state import TrainState
+from amsp_jax.engine.train_step import StepSettings
 from amsp_jax.model import Model
-from amsp_jax.optimizer import make_optimizer
-from amsp_jax.plan import Plan, plan_model
-from amsp_jax.state import TrainState
-from amsp_jax.step import StepSettings
+from amsp_jax.models.registry import build_model
 from amsp_jax.strategy import DataRanks
-from models.registry import build_model
 
 # Of 4 tensor ranks 6 heads, 61 words and 22 columns want padding, and 2 or 3 KV heads are fewer; 3 on 2 ranks are
 # padded. Of 8 or 16 shards no dimension divides.

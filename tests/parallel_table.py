@@ -12,8 +12,8 @@ import itertools
 
 import numpy as np
 
+from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.errors import UserError
-from amsp_jax.parallel import ModelParallel
 from amsp_jax.strategy import DataRanks, parse
 
 ROWS = 48

@@ -1,0 +1,1 @@
+"""The command line: gin settings and one module for each command."""

@@ -1,0 +1,79 @@
+"""`python -m amsp_jax generate RUN_DIR --prompt "def main("`: samples from a run that has trained."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from amsp_jax.cli import settings as cli
+from amsp_jax.engine.plan import make_plan
+from amsp_jax.errors import UserError
+from amsp_jax.run.checkpoint import Checkpointer
+from amsp_jax.run.config import TrainConfig
+from amsp_jax.run.data import Tokenizer
+from amsp_jax.run.generate import Sampling, generate, make_next_logits
+from amsp_jax.run.job import data_ranks, params_alone, step_settings
+from amsp_jax.run.run_folder import CHECKPOINTS, CONFIG_FILE, TOKENIZER_FILE
+from amsp_jax.runtime import launch
+
+# Fits any number of devices, and needs the least memory on each.
+_STRATEGY = "zero3"
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to a parser's subparsers."""
+    sample = commands.add_parser("generate", help="continue a text with the model of a run folder")
+    sample.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run folder with a checkpoint")
+    sample.add_argument("--step", type=int, metavar="N", help="of one of its checkpoints (default: the newest)")
+    sample.add_argument("--prompt", required=True, help="text to continue")
+    sample.add_argument("--max-tokens", type=int, default=128, help="longest continuation (default: %(default)s)")
+    sample.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (default: %(default)s)")
+    sample.add_argument("--top-p", type=float, default=0.95, help="probability to draw within (default: %(default)s)")
+    sample.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
+    sample.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prints the prompt and its continuation.
+
+    Raises:
+      UserError: no such run, no checkpoint, an empty prompt.
+    """
+    sampling = Sampling(temperature=args.temperature, top_p=args.top_p, seed=args.seed)
+    config = _config_of(args.run_dir)
+    tokenizer = _tokenizer_of(args.run_dir)
+    prompt = tokenizer.encode(args.prompt)
+    if not prompt:
+        raise UserError("--prompt is empty; give at least one character to continue")
+    checkpointer = Checkpointer(args.run_dir / CHECKPOINTS, keep=None)
+    step = checkpointer.latest_step() if args.step is None else args.step
+    if step is None:
+        raise UserError(f"{args.run_dir} has no complete checkpoint yet; wait for its first one")
+
+    layout = launch.setup()
+    model = cli.build_model(config, layout.devices[0]).model
+    if model.logits is None:
+        raise UserError(f"MODEL={config.model} gives no logits to draw from")
+    plan = make_plan(_STRATEGY, model.abstract_params(), data_ranks(layout), layout.devices, config.compute_dtype)
+    with contextlib.closing(checkpointer):
+        params = checkpointer.restore(step, *params_alone(model, plan))["params"]
+
+    next_logits = make_next_logits(model, plan, step_settings(config), config.seq_len)
+    drawn = generate(next_logits, params, prompt, sampling, tokenizer.end_of_document, tokenizer.vocab_size)
+    print(tokenizer.decode([*prompt, *islice(drawn, args.max_tokens)]))
+
+
+def _config_of(run_dir: Path) -> TrainConfig:
+    file = run_dir / CONFIG_FILE
+    if not file.is_file():
+        raise UserError(f"{run_dir} is no run folder: it has no {CONFIG_FILE}; name one that train.py wrote")
+    return cli.load_config([file]).config
+
+
+def _tokenizer_of(run_dir: Path) -> Tokenizer:
+    if not (run_dir / TOKENIZER_FILE).is_file():
+        raise UserError(f"{run_dir} has no {TOKENIZER_FILE}: it was trained on token ids, so text means nothing to it")
+    return Tokenizer.load(run_dir / TOKENIZER_FILE)

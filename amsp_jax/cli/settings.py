@@ -1,0 +1,397 @@
+"""From a command line and gin files to a `TrainConfig`; every mistake becomes one `UserError`.
+
+`configs/base.gin` is read first, then each `--gin_file` in order, then the `--gin.NAME=value` flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import dataclasses
+import logging
+import os
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import gin
+import jax
+
+from amsp_jax.cli.gin_safety import check_text, checked_files
+from amsp_jax.engine.optimizer import OPTIMIZERS
+from amsp_jax.errors import BadNumbersError, Stopped, UserError
+from amsp_jax.model import Model
+from amsp_jax.models import registry
+from amsp_jax.models.attention import AttentionChoice, choose_attention
+from amsp_jax.models.registry import MODELS, model_config
+from amsp_jax.run.config import FIELDS, TrainConfig, did_you_mean
+from amsp_jax.runtime import exit_codes, launch
+from amsp_jax.strategy import PRESETS, PRESETS_WITH_RANKS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+QUICKSTART = "configs/quickstart.gin"
+BASE_CONFIG = REPOSITORY / "configs" / "base.gin"
+
+_FLAG = "--gin."
+_NO_WRAP = 1_000_000
+_LONGEST_MESSAGE = 600
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommandLine:
+    """What a person typed after `python train.py`.
+
+    Attributes:
+      gin_files: existing files, in order.
+      bindings: gin statements, in order.
+      coordinator, num_processes, process_id: of a run of several processes started by hand; None: found out.
+      is_dry_run: print devices and plan, and stop.
+      wants_help: print the help and stop.
+    """
+
+    gin_files: tuple[Path, ...]
+    bindings: tuple[str, ...]
+    coordinator: str | None
+    num_processes: int | None
+    process_id: int | None
+    is_dry_run: bool
+    wants_help: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadedConfig:
+    """A config with the texts that are kept in its run folder."""
+
+    config: TrainConfig
+    config_gin: str
+    operative_config_gin: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BuiltModel:
+    """A model, the ids that it knows, and which attention it has and why."""
+
+    model: Model
+    vocab_size: int
+    attention: str
+
+
+def run(main: Callable[[], None]) -> int:
+    """Calls `main` and returns the exit code, after one line on stderr if it is not 0 (`launch.exit_codes`)."""
+    # Libraries that log through absl warn of settings that are ours, not the user's.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    try:
+        main()
+    except UserError as error:
+        print("error:", _one_line(error), file=sys.stderr)
+        return exit_codes.USER_ERROR
+    except BadNumbersError as error:
+        print("error:", _one_line(error), file=sys.stderr)
+        return exit_codes.BAD_NUMBERS
+    except Stopped as stopped:
+        if jax.process_index() == 0:
+            print(_one_line(stopped), file=sys.stderr)
+        return exit_codes.STOPPED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return exit_codes.INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has left (`| head`); what Python still flushes at exit goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return 0
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are `UserError`s."""
+
+    def error(self, message: str) -> NoReturn:
+        """One line instead of the usage text."""
+        raise UserError(f"{message}; `{self.prog} --help` lists what there is")
+
+
+def positive(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """The type of an argument that is a number above 0."""
+
+    def positive_number(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if (value := kind(text)) > 0:
+                return value
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+
+    return positive_number
+
+
+def add_device_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of a command that runs on the devices, for `set_up`."""
+    number = positive(int)
+    parser.add_argument("--devices-per-node", type=number, metavar="N", help="split each node into logical ones")
+    parser.add_argument("--simulated-nodes", type=number, metavar="N", help="on the CPU: nodes to simulate")
+    parser.add_argument("--simulated-devices-per-node", type=number, metavar="N", help="on the CPU: devices of each")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of several processes that SLURM did not start")
+    parser.add_argument("--num-processes", type=number, metavar="N", help="how many they are")
+    parser.add_argument("--process-id", type=int, metavar="I", help="which one this is, from 0")
+
+
+def set_up(
+    args: argparse.Namespace | CommandLine, config: TrainConfig | None = None, same: Mapping[str, str] | None = None
+) -> launch.Layout:
+    """The devices, in order; from here on jax runs.
+
+    Args:
+      args: which processes there are; without a config also their devices, as `add_device_arguments` has them.
+      config: of a run, whose devices are settings.
+      same: as in `launch.setup`.
+
+    Raises:
+      UserError: as `launch.setup` does.
+    """
+    grid: Any = config or args
+    return launch.setup(
+        simulated_nodes=grid.simulated_nodes,
+        simulated_devices_per_node=grid.simulated_devices_per_node,
+        devices_per_node=grid.devices_per_node,
+        coordinator=args.coordinator,
+        num_processes=args.num_processes,
+        process_id=args.process_id,
+        same=same,
+    )
+
+
+def parse_command_line(argv: Sequence[str], *, default_file: str | None = None) -> CommandLine:
+    """Reads the arguments of `train.py`.
+
+    Args:
+      argv: without the program's name.
+      default_file: the gin file where none is named.
+
+    Raises:
+      UserError: an unknown flag, a flag without a value, a file that does not exist.
+    """
+    parser = Parser(prog="train.py", add_help=False, allow_abbrev=False)
+    parser.add_argument("--gin_file", action="append", default=[])
+    parser.add_argument("--coordinator")
+    parser.add_argument("--num_processes", type=int)
+    parser.add_argument("--process_id", type=int)
+    parser.add_argument("--dry-run", "--dry_run", action="store_true")
+    parser.add_argument("-h", "--help", action="store_true")
+    known, unknown = parser.parse_known_args([a for a in argv if not a.startswith(_FLAG)])
+    if unknown:
+        flags = ["--gin_file", "--coordinator", "--num_processes", "--process_id", "--dry-run"]
+        flags += [_FLAG + field.upper() for field in FIELDS]
+        hint = did_you_mean(unknown[0].split("=")[0], flags)
+        raise UserError(f"unknown argument {unknown[0]!r}{hint}; settings are written --gin.STEPS=100")
+    files = known.gin_file or ([default_file] if default_file else [])
+    return CommandLine(
+        gin_files=tuple(find_gin_file(f) for f in files),
+        bindings=tuple(binding(a) for a in argv if a.startswith(_FLAG)),
+        coordinator=known.coordinator,
+        num_processes=known.num_processes,
+        process_id=known.process_id,
+        is_dry_run=known.dry_run,
+        wants_help=known.help,
+    )
+
+
+def find_gin_file(name: str) -> Path:
+    """The file of this name, relative to the working directory, else to the repository."""
+    # What cannot be the name of a file is no file either.
+    with contextlib.suppress(OSError, ValueError):
+        for path in (Path(name), REPOSITORY / name):
+            if path.is_file():
+                return path
+    there = [str(p.relative_to(REPOSITORY)) for p in sorted((REPOSITORY / "configs").rglob("*.gin"))]
+    folders = " or ".join(dict.fromkeys((str(Path.cwd()), str(REPOSITORY))))
+    raise UserError(
+        f"--gin_file={name}: no such file in {folders}{did_you_mean(name, there)}; there are {', '.join(there)}"
+    )
+
+
+def binding(flag: str) -> str:
+    """The gin statement of `--gin.NAME=value`: the value is a literal if it reads as one, else a string."""
+    name, equals, text = flag.removeprefix(_FLAG).partition("=")
+    if not equals:
+        raise UserError(f"{flag!r} has no value; write {_FLAG}{name}=VALUE")
+    if not re.fullmatch(r"[A-Za-z_]\w*", name):
+        raise UserError(f"{flag!r}: {name!r} is not a setting{_near_macro(name.split('.')[-1])}; write --gin.STEPS=100")
+    return f"{name} = {_value(text)}"
+
+
+def _value(text: str) -> str:
+    if re.fullmatch(r"%[A-Za-z_]\w*", text):
+        return text
+    try:
+        literal = repr(ast.literal_eval(text.strip()))
+        # 1e999 is a literal, but inf is not.
+        ast.literal_eval(literal)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return repr(text)
+    return literal
+
+
+def load_config(gin_files: Sequence[Path], bindings: Sequence[str] = ()) -> LoadedConfig:
+    """The config of `base.gin`, these files and these statements, a later one winning over an earlier.
+
+    Raises:
+      UserError: a file that is not gin, an unknown name, a binding without effect, a wrong type or range.
+    """
+    with _gin_errors():
+        for path in gin_files:
+            _check_file(path)
+        check_text("\n".join(bindings), "a binding")
+        gin.clear_config()
+        gin.parse_config_files_and_bindings(
+            [str(path) for path in (BASE_CONFIG, *gin_files)], list(bindings), finalize_config=False
+        )
+        config = gin.get_configurable(TrainConfig)()
+    _refuse_unused(gin.config_str(_NO_WRAP), gin.operative_config_str(_NO_WRAP))
+    return LoadedConfig(
+        config=config, config_gin=gin.config_str(120) + "\n", operative_config_gin=gin.operative_config_str(120) + "\n"
+    )
+
+
+def base_macros() -> dict[str, Any]:
+    """The settings and their defaults, as `base.gin` has them."""
+    with _gin_errors():
+        gin.clear_config()
+        gin.parse_config_file(str(BASE_CONFIG))
+    return {name.upper(): gin.query_parameter(f"{name.upper()}/gin.macro.value") for name in FIELDS}
+
+
+def build_model(config: TrainConfig, device: jax.Device | None = None) -> BuiltModel:
+    """The model that MODEL and MODEL_OVERRIDES name, with the attention that suits the device.
+
+    Args:
+      config: the settings.
+      device: one of those it will run on; None builds a model to read shapes from.
+
+    Raises:
+      UserError: no such model, or overrides that it does not take.
+    """
+    sizes = model_config(config.model, config.model_overrides)
+    attention = AttentionChoice("xla", "no device chosen")
+    if device is not None:
+        capability = getattr(device, "compute_capability", None)
+        attention = choose_attention(
+            device.platform,
+            capability,
+            sizes.head_dim,
+            config.compute_dtype,
+            config.seq_len,
+            forced=config.model_overrides.get("attention"),
+            num_context=config.context,
+        )
+    model = registry.build_model(config.model, config.model_overrides, attention=attention.implementation)
+    return BuiltModel(model=model, vocab_size=sizes.vocab_size, attention=attention.reason)
+
+
+def help_text() -> str:
+    """What `python train.py --help` prints."""
+    defaults = base_macros()
+    settings = [f"  {name:<27} {defaults[name]!r:<16} {text}" for name, text in _explained()]
+    presets = [
+        f"  {name + ('(k)' if name in PRESETS_WITH_RANKS else ''):<11} {_first_line(PRESETS[name])}" for name in PRESETS
+    ]
+    return "\n".join(
+        [
+            "python train.py [--gin_file=FILE]... [--gin.NAME=VALUE]...",
+            "                [--coordinator HOST:PORT --num_processes N --process_id I] [--dry-run]",
+            "",
+            f"Without --gin_file it starts from {QUICKSTART}, whose values come before the defaults below.",
+            "A later file or flag wins over an earlier one. --dry-run checks everything, prints processes, devices and",
+            "the plan, and writes nothing.",
+            "",
+            "Settings, their defaults (configs/base.gin) and meaning:",
+            *settings,
+            "",
+            "Strategies (STRATEGY): 'params=... grads=... opt_state=...', each replica, node, full, AxB (A devices of",
+            "each of B nodes) or a count of devices; or a preset, where k is a number of devices:",
+            *presets,
+            "",
+            f"Models (MODEL): {', '.join(MODELS)}",
+            f"Optimizers (OPTIMIZER): {', '.join(OPTIMIZERS)}",
+            "",
+            "Exit codes: 0 done, 2 a mistake in the settings, 85 stopped by a signal and saved, 86 another process was",
+            "lost, 87 the numbers went bad, 130 interrupted twice.",
+        ]
+    )
+
+
+def _explained() -> Iterator[tuple[str, str]]:
+    for name, (kind, text) in FIELDS.items():
+        literals = (one for one in (kind, *typing.get_args(kind)) if typing.get_origin(one) is typing.Literal)
+        words = ", ".join(word for literal in literals for word in typing.get_args(literal))
+        yield name.upper(), text + (f" ({words})" if words else "")
+
+
+def _first_line(function: Callable[..., Any]) -> str:
+    return (function.__doc__ or "").splitlines()[0]
+
+
+@contextlib.contextmanager
+def _gin_errors() -> Iterator[None]:
+    """Turns whatever gin raises into a `UserError`, and keeps gin's own log lines off the screen."""
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    except UserError as error:
+        # gin appends the name of the configurable to whatever passes through it.
+        raise UserError(str(error).split("\n  In call to configurable")[0]) from None
+    except SyntaxError as error:
+        raise UserError(_syntax_message(error)) from None
+    except Exception as error:  # gin has no exception type of its own
+        raise UserError(_binding_message(str(error))) from None
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _syntax_message(error: SyntaxError) -> str:
+    where = f"{error.filename or 'a binding'}, line {error.lineno}"
+    word = re.search(r"Failed to parse token '(.*)'", str(error.msg))
+    if not word:
+        return f"{where}: {error.msg}; a line of a gin file is NAME = value"
+    return f"{where}: {word[1]!r} is not a gin value; strings need quotes, '{word[1]}', and it is True, False, None"
+
+
+def _binding_message(message: str) -> str:
+    if missing := re.search(r"call to configurable 'macro' .* in scope '(\w+)'", message):
+        return f"%{missing[1]} is used but has no value{_near_macro(missing[1])}"
+    if wrong := re.search(r"doesn't have a parameter named '(\w+)'", message):
+        return message + did_you_mean(wrong[1], FIELDS)
+    return message
+
+
+def _check_file(path: Path) -> None:
+    """No code, and no `base.gin`, which would undo what an earlier file set."""
+    for file in checked_files(path, (Path(), REPOSITORY)):
+        if file != path and file.resolve() == BASE_CONFIG:
+            raise UserError(f"{path} includes {BASE_CONFIG.name}, which is always read first; remove the include")
+
+
+def _refuse_unused(config_gin: str, operative_gin: str) -> None:
+    """A binding that no setting depends on is a mistake: gin alone would ignore it."""
+    used = set(operative_gin.splitlines())
+    for line in config_gin.splitlines():
+        if not line or line.startswith("#") or line in used:
+            continue
+        name = line.split(" = ")[0]
+        if name.lower() in FIELDS and name.isupper():
+            raise UserError(f"{name} has no effect, as config.TrainConfig.{name.lower()} is bound; bind only {name}")
+        raise UserError(f"{name}: no setting uses it{_near_macro(name)}; `python train.py --help` lists the settings")
+
+
+def _near_macro(name: str) -> str:
+    return did_you_mean(name.upper(), [field.upper() for field in FIELDS])
+
+
+def _one_line(error: Exception) -> str:
+    """The message without its middle where it is long, and with nothing that a terminal would obey."""
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(str(error).split()))
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[: _LONGEST_MESSAGE - 200]} ... {text[-190:]}"
+
+
+gin.add_config_file_search_path(str(REPOSITORY))

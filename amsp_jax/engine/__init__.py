@@ -1,0 +1,1 @@
+"""The sharded training step: meshes, plans, collectives, rematerialisation, pipeline and context parallelism, state."""

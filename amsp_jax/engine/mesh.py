@@ -1,0 +1,96 @@
+"""From degrees to a device mesh: the data ranks factored into nested axes, per network level.
+
+On each level the sizes are s_p, s_g/s_p, s_os/s_g, s_dp/s_os for the roles param, grad, opt, replica.
+Outer to inner the mesh is (between nodes: replica, opt, grad, param), then (inside a node: the same), so
+parameter shards lie on adjacent devices (AMSP, IV-B). Around them lie pipeline stages, and inside them context and
+tensor. Axes of size 1 are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from amsp_jax.engine.parallel import STAGE, ModelParallel
+from amsp_jax.errors import UserError
+from amsp_jax.strategy import Degrees
+
+LEVELS = ("inter", "intra")
+ROLES = ("replica", "opt", "grad", "param")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataAxes:
+    """The mesh axes of each role, only those larger than 1, between nodes before inside a node."""
+
+    param: tuple[str, ...]
+    grad: tuple[str, ...]
+    opt: tuple[str, ...]
+    replica: tuple[str, ...]
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Every data axis, the most significant of a sharded dimension first."""
+        return self.param + self.grad + self.opt + self.replica
+
+
+def level(axis: str) -> str:
+    """`inter` or `intra`: the network level of a data axis."""
+    return axis.partition("_")[0]
+
+
+def axis_sizes(degrees: Degrees) -> dict[str, int]:
+    """All data axes, outer to inner, with their sizes, those of size 1 included."""
+    sizes = {}
+    for lvl, data in (("inter", degrees.ranks.num_nodes), ("intra", degrees.ranks.per_node)):
+        p, g, o = (getattr(d, lvl) for d in (degrees.params, degrees.grads, degrees.opt_state))
+        for role, size in zip(ROLES, (data // o, o // g, g // p, p), strict=True):
+            sizes[f"{lvl}_{role}"] = size
+    return sizes
+
+
+def data_axes(degrees: Degrees) -> DataAxes:
+    """The axes by role."""
+    sizes = axis_sizes(degrees)
+    return DataAxes(**{r: tuple(f"{lv}_{r}" for lv in LEVELS if sizes[f"{lv}_{r}"] > 1) for r in ROLES})
+
+
+def mesh_axes(degrees: Degrees, parallel: ModelParallel) -> dict[str, int]:
+    """Every axis of the mesh with its size, outer to inner: stage, the data axes, context, tensor."""
+    around = parallel.axis_sizes()
+    sizes = {STAGE: around.pop(STAGE), **axis_sizes(degrees), **around}
+    return {axis: size for axis, size in sizes.items() if size > 1}
+
+
+def make_mesh(
+    degrees: Degrees, devices: Sequence[jax.Device] | None = None, parallel: ModelParallel | None = None
+) -> Mesh | AbstractMesh:
+    """The mesh of a resolved strategy.
+
+    Args:
+      degrees: resolved on the data ranks of a stage.
+      devices: node by node, each node's devices in their local order; None for a mesh of no devices,
+        to plan for machines that are not there.
+      parallel: stages, context and tensor; none by default.
+
+    Raises:
+      UserError: the number of devices is not that of all ranks.
+    """
+    parallel = parallel or ModelParallel()
+    sizes = mesh_axes(degrees, parallel) or {"intra_replica": 1}
+    names, shape = tuple(sizes), tuple(sizes.values())
+    types = (AxisType.Auto,) * len(names)
+    if devices is None:
+        return AbstractMesh(shape, names, axis_types=types)
+    if len(devices) != math.prod(shape):
+        each = "" if parallel.total == 1 else f" of {parallel.total} devices each ({parallel})"
+        raise UserError(
+            f"{degrees.ranks} are {degrees.ranks.total} data ranks{each}, but {len(devices)} devices are given; "
+            "they must be as many"
+        )
+    return Mesh(np.array(devices).reshape(shape), names, axis_types=types)

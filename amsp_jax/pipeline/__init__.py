@@ -1,4 +1,0 @@
-"""A model as a pipeline over the mesh axis `stage`: the exchange of its blocks, and the scan over ticks."""
-
-from amsp_jax.pipeline.ticks import Pipeline as Pipeline
-from amsp_jax.pipeline.ticks import make_pipeline as make_pipeline

@@ -1,0 +1,35 @@
+"""Every strategy for a model on a cluster, ranked: what fits, how long its step takes, why the others do not do."""
+
+from amsp_jax.predict.planner.scorer import GroupCost, MessageCost, Scorer
+from amsp_jax.predict.planner.search import NothingFits, candidates, search
+from amsp_jax.predict.planner.suggestions import nothing_fits
+from amsp_jax.predict.planner.types import (
+    Candidate,
+    Estimate,
+    Objective,
+    Ranking,
+    Reason,
+    Rejection,
+    Space,
+    Workload,
+    strategy_of,
+)
+
+__all__ = [
+    "Candidate",
+    "Estimate",
+    "GroupCost",
+    "MessageCost",
+    "NothingFits",
+    "Objective",
+    "Ranking",
+    "Reason",
+    "Rejection",
+    "Scorer",
+    "Space",
+    "Workload",
+    "candidates",
+    "nothing_fits",
+    "search",
+    "strategy_of",
+]

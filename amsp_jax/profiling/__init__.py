@@ -1,9 +1,0 @@
-"""A few steps under the profiler: where their time goes, from the trace alone."""
-
-from amsp_jax.profiling.capture import Captured as Captured
-from amsp_jax.profiling.capture import capture as capture
-from amsp_jax.profiling.picture import plot_step as plot_step
-from amsp_jax.profiling.program import StepProgram as StepProgram
-from amsp_jax.profiling.program import read_program as read_program
-from amsp_jax.profiling.trace import Trace as Trace
-from amsp_jax.profiling.trace import read_trace as read_trace

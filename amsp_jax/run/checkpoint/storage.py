@@ -1,0 +1,173 @@
+"""orbax, set up for a training state: how arrays become files and files become arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+from orbax.checkpoint import future, multihost
+
+from amsp_jax.run.checkpoint import manifest
+from amsp_jax.run.checkpoint.leaves import Leaves
+
+STATE = "state"
+CHUNK_BYTES = 64 << 20
+"""The unit of reading. Without a limit it is the shard of the mesh that saved: one device's whole array is read by
+each of eight."""
+RESTORE_BYTES = 2 << 30
+"""What one process reads at a time, besides what is already on its devices; more only for a single larger leaf."""
+# Slower than any disk that is worth waiting for; a process that is gone is noticed by others long before.
+PATIENCE_S = 2 * 60 * 60
+_TEXT_BYTES = 1024
+_POLL_S = 0.1
+# orbax adds the time to this file at the very end; nothing is read from it.
+_REWRITTEN = frozenset({"_CHECKPOINT_METADATA"})
+_barriers = itertools.count()
+
+
+class Handler(ocp.PyTreeCheckpointHandler):
+    """Writes arrays, then measures what was written, still in the background, before the checkpoint is complete."""
+
+    def __init__(self) -> None:
+        # Random mantissas do not shrink enough to be worth the time, and without a limit on what is written at once all
+        # is one transaction: a full disk is one error, not one a chunk (docs/design/checkpoints.md).
+        arrays = ocp.BasePyTreeCheckpointHandler(use_compression=False, save_concurrent_bytes=None)
+        super().__init__(handler_impl=arrays)
+        self._step_folder = Path()
+        self._own: Future[None] = Future()
+        self._own.set_result(None)
+
+    async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> list[future.Future]:
+        """Orbax's own, whose last part, in this process, is its part of the manifest."""
+        folder = Path(directory)
+        self._step_folder = folder.parent
+        own: Future[None] = Future()
+        self._own = own
+        try:
+            written = await super().async_save(directory, *args, **kwargs) or []
+        except BaseException as error:
+            own.set_exception(error)
+            raise
+        return [_Reported(future.ChainedFuture(written, functools.partial(_measure_own, folder)), self._own)]
+
+    def seal(self) -> None:
+        """Completes the manifest; called in one process, when all have written and before the last rename."""
+        manifest.seal(self._step_folder, jax.process_count(), _REWRITTEN)
+
+    def wait_for_own(self, raise_errors: Callable[[], None]) -> None:
+        """Returns when this process has written its part of the last save; raises what made it fail.
+
+        Where one of several processes fails, orbax waits in all of them for the others, hours in the end: the one that
+        knows what happened must not. What fails before there is a part of its own, `raise_errors` knows.
+        """
+        if jax.process_count() == 1:
+            return
+        deadline = time.monotonic() + PATIENCE_S
+        while not self._own.done() and time.monotonic() < deadline:
+            raise_errors()
+            wait([self._own], timeout=_POLL_S)
+        self._own.result(0)
+
+
+class _Reported:
+    """A future of orbax's that tells another one how it ended."""
+
+    def __init__(self, inner: future.Future, outcome: Future[None]) -> None:
+        self._inner, self._outcome = inner, outcome
+
+    def result(self, timeout: float | None = None) -> None:
+        try:
+            self._inner.result(timeout)
+        except BaseException as error:
+            self._outcome.set_exception(error)
+            raise
+        self._outcome.set_result(None)
+
+    def cancel(self) -> None:
+        self._inner.cancel()
+
+
+@ocp.args.register_with_handler(Handler, for_save=True)
+@dataclasses.dataclass
+class Save(ocp.args.PyTreeSave):
+    """The arguments of `Handler` when it saves."""
+
+
+@ocp.args.register_with_handler(Handler, for_restore=True)
+@dataclasses.dataclass
+class Restore(ocp.args.PyTreeRestore):
+    """The arguments of `Handler` when it restores."""
+
+
+def save_args(leaves: Leaves) -> Save:
+    """What to give to the manager."""
+    return Save(leaves, save_args={path: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for path in leaves})
+
+
+def stored_dtypes(step_folder: Path) -> dict[str, str]:
+    """The dtype of each array, by its path, as orbax knows it."""
+    return {path: str(array.dtype) for path, array in _stored_arrays(step_folder).items()}
+
+
+def read(step_folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Leaves:
+    """Reads arrays into their new shardings; other padding is cut off or filled with zeros.
+
+    A process needs no more host memory than its share of the arrays (where devices are host memory) and
+    `RESTORE_BYTES`, or the largest leaf where that is larger.
+    """
+    # strict=False is what lets the stored and the wanted padding differ.
+    restore_args = {
+        path: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=False)
+        for path, leaf in wanted.items()
+    }
+    stored = _stored_arrays(step_folder)
+    # orbax refuses to read what is as large as its limit.
+    largest_bytes = max(math.prod(stored[path].shape) * np.dtype(stored[path].dtype).itemsize for path in wanted)
+    limit_gb = max(RESTORE_BYTES, largest_bytes + 1) / 1e9
+    partial = len(wanted) < len(stored)
+    args = ocp.args.PyTreeRestore(item=dict(wanted), restore_args=restore_args, partial_restore=partial)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit_gb)) as reader:
+        return reader.restore(step_folder / STATE, args=args)
+
+
+def barrier() -> None:
+    """Returns when all processes are here. A collective would give up on a late one within a minute."""
+    if jax.process_count() > 1:
+        key = f"amsp_jax checkpoint {next(_barriers)}"
+        multihost.get_barrier_sync_fn()(key=key, timeout_ms=PATIENCE_S * 1000)
+
+
+def first_of_all(text: str | None) -> str | None:
+    """The text of the first process that has one, in all of them."""
+    if jax.process_count() == 1:
+        return text
+    barrier()
+    own = np.zeros(_TEXT_BYTES, np.uint8)
+    data = np.frombuffer((text or "").encode()[:_TEXT_BYTES], np.uint8)
+    own[: len(data)] = data
+    rows = np.asarray(multihost_utils.process_allgather(own)).astype(np.uint8)
+    texts = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+    return next((text for text in texts if text), None)
+
+
+def _stored_arrays(step_folder: Path) -> dict[str, Any]:
+    """Shape and dtype of each array, by its path, without reading it."""
+    return ocp.PyTreeCheckpointHandler().metadata(epath.Path(step_folder / STATE)).tree
+
+
+def _measure_own(folder: Path) -> None:
+    """This process's part of the manifest: with OCDBT each process writes into a folder of its own."""
+    index = jax.process_index()
+    manifest.write_part(folder.parent, index, folder / f"ocdbt.process_{index}", f"{STATE}/ocdbt.process_{index}")

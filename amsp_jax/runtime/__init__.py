@@ -1,0 +1,1 @@
+"""Processes: start-up on one or many hosts, the watchdog, exit codes."""

@@ -1,0 +1,381 @@
+"""Every strategy trains as one device does: loss, gradient norm, parameters and moments, in float32."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+from oracle import RANKS, Run, assert_equal_metrics, assert_equal_states, batches, one_device, plan_for
+
+from amsp_jax.engine.blocks import Remat, num_untied, reduction_window
+from amsp_jax.engine.optimizer import to_true
+from amsp_jax.engine.parallel import ModelParallel
+from amsp_jax.engine.plan import make_plan, plan_model
+from amsp_jax.engine.state import abstract_state, init_state, reshard, true_state
+from amsp_jax.engine.train_step import StepSettings, make_eval_step, make_train_step
+from amsp_jax.errors import UserError
+from amsp_jax.model import Model
+from amsp_jax.strategy import DataRanks, all_degrees, parse
+
+PRESETS = ["ddp", "zero1", "zero2", "zero3", "mics(2)", "mics(4)", "hpz(4)", "hfsdp(2)"]
+QUICKSTART = "params=replica grads=node opt_state=full"
+# The triples whose three degrees differ on some level, and one that spans nodes before it fills its own.
+MIXED = [QUICKSTART, "params=2x1 grads=4x1 opt_state=4x2", "params=1x2 grads=2x2 opt_state=2x2"]
+PRESET_TRIPLES = {str(parse(strategy).resolve(RANKS)) for strategy in [*PRESETS, *MIXED]}
+OTHER_TRIPLES = [str(d) for d in all_degrees(RANKS) if str(d) not in PRESET_TRIPLES]
+
+
+def check(strategy, accumulation, optimizers, model_name="llama", settings=None):
+    model = oracle.model(model_name)
+    run = Run(model, plan_for(strategy, model), settings) if settings else oracle.run_of(strategy, model_name)
+    for name in optimizers:
+        metrics, state = run.train(oracle.optimizer(name), batches(), accumulation)
+        expected_metrics, expected = one_device(model_name, name)
+        assert_equal_metrics(metrics, expected_metrics)
+        # A key bias moves every score of a softmax alike: its exact gradient is zero.
+        zero = "k']['bias" if model_name == "gpt" else ""
+        assert_equal_states(state, expected, largest=name == "sgd", zero_gradient=zero)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("strategy", [*PRESETS, *MIXED])
+def test_presets_train_as_one_device(strategy, accumulation):
+    check(strategy, accumulation, ["adamw", "sgd"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("strategy", OTHER_TRIPLES)
+def test_every_other_triple_trains_as_one_device(strategy, accumulation):
+    check(strategy, accumulation, ["adamw", "sgd"])
+
+
+def test_there_are_forty_triples():
+    assert len(PRESET_TRIPLES | set(OTHER_TRIPLES)) == 40
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "lion", "muon", "lamb"])
+@pytest.mark.parametrize("strategy", ["zero3", QUICKSTART])
+def test_other_optimizers_see_true_shapes(strategy, optimizer):
+    """The padded leaves would spoil Adafactor's means, LAMB's norms and Muon's iteration."""
+    check(strategy, 1, [optimizer])
+
+
+@pytest.mark.parametrize("strategy", ["zero3", QUICKSTART])
+def test_gpt(strategy):
+    check(strategy, 3, ["adamw", "sgd"], model_name="gpt")
+
+
+@pytest.mark.parametrize("remat", list(Remat))
+@pytest.mark.parametrize("peel", [True, False])
+def test_settings_change_no_number(remat, peel):
+    check(
+        "params=2x1 grads=4x1 opt_state=4x2",
+        3,
+        ["sgd"],
+        settings=StepSettings(remat=remat, peel_first=peel, peel_last=peel),
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulation", "ranks"),
+    [
+        ("zero1", 3, RANKS),
+        ("zero2", 1, RANKS),
+        ("zero2", 3, RANKS),
+        ("zero3", 1, RANKS),
+        (QUICKSTART, 3, RANKS),
+        ("zero2", 1, DataRanks(4)),
+        ("zero2", 3, DataRanks(4)),
+        ("zero3", 2, DataRanks(4)),
+    ],
+)
+def test_blocks_that_wait_for_reductions_train_as_one_device(strategy, accumulation, ranks):
+    """More blocks than may wait for one another, and a head with a matrix of its own; inside a node, gradients are made
+    before the next block begins."""
+    model, optimizer = oracle.model("llama", num_layers=8, tied=False), oracle.optimizer("sgd")
+    plan = plan_for(strategy, model, ranks)
+    window = reduction_window(model.split(plan.leaves)[1], is_last=True)
+    assert window and window < len(model.blocks)
+    metrics, state = Run(model, plan).train(optimizer, batches(steps=2), accumulation)
+    expected_metrics, expected = Run(model, plan_for("ddp", model, DataRanks(1))).train(optimizer, batches(steps=2))
+    assert_equal_metrics(metrics, expected_metrics)
+    assert_equal_states(state, expected, largest=True)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "window", "expected"),
+    [
+        ("zero2", DataRanks(4), 4, 4),
+        ("zero3", DataRanks(4), 6, 6),
+        ("zero3", DataRanks(4), 12, 8),
+        (QUICKSTART, DataRanks(4, 2), 4, 4),
+        ("mics", DataRanks(4, 2), 6, 6),
+        ("zero2", DataRanks(4, 2), 4, 8),
+        ("zero1", DataRanks(4), 3, 8),
+        ("ddp", DataRanks(4), None, 8),
+        ("zero3", DataRanks(1), None, 8),
+    ],
+)
+def test_gradients_are_made_at_once_where_they_are_reduced_inside_a_node(strategy, ranks, window, expected):
+    model = oracle.model("llama", num_layers=8)
+    blocks = model.split(plan_for(strategy, model, ranks).leaves)[1]
+    assert num_untied(blocks, window) == expected
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulation", "settings"),
+    [("zero3", 1, {}), (QUICKSTART, 3, {}), ("zero2", 3, {"group": 3}), ("zero3", 2, {"pipeline": 2})],
+)
+def test_equal_blocks_are_traced_once(strategy, accumulation, settings):
+    """However many there are: the calls of a block's function, in Python, are those of the first, and of the first that
+    makes its gradients at once."""
+    counts = [num_block_calls(strategy, accumulation, num_layers, **settings) for num_layers in (8, 10)]
+    assert 0 < counts[0] == counts[1]
+
+
+def num_block_calls(strategy, accumulation, num_layers, pipeline=1, **settings):
+    model = oracle.model("llama", num_layers)
+    block, calls = model.blocks[0], []
+
+    def apply(*args):
+        calls.append(args)
+        return block.apply(*args)
+
+    model = dataclasses.replace(model, blocks=(dataclasses.replace(block, apply=apply),) * num_layers)
+    parallel = ModelParallel(pipeline=pipeline)
+    ranks = parallel.data_ranks(num_nodes=2, devices_per_node=4)
+    plan = plan_model(strategy, model, ranks, jax.devices(), jnp.dtype("float32"), parallel)
+    step = make_train_step(model, oracle.optimizer("sgd"), plan, StepSettings(**settings))
+    batch = oracle.split(batches(steps=1)[0], accumulation)
+    step.trace(abstract_state(model, oracle.optimizer("sgd"), plan), batch, 0)
+    return len(calls)
+
+
+def test_oracle_is_plain_jax():
+    """The one-device run itself equals jax.grad of the model called by hand."""
+    model = oracle.model("llama")
+    optimizer = oracle.optimizer("sgd")
+    state = init_state(model, optimizer, plan_for("ddp", model, DataRanks(1)), seed=3)
+    params, opt_state = state.params, state.opt_state
+
+    def loss(params, batch):
+        x = model.embed.apply(params["embed"], batch, None)
+        for part, block in zip(model.blocks, params["blocks"], strict=True):
+            x = part.apply(block, x, batch, None)
+        (total, weight), _ = model.head.apply(params["head"], params["embed"], x, batch, None)
+        return total / weight
+
+    value_and_grad = jax.jit(jax.value_and_grad(loss))
+    for batch, expected in zip(batches(), one_device("llama", "sgd")[0], strict=True):
+        value, grads = value_and_grad(params, jax.tree.map(jnp.asarray, batch))
+        np.testing.assert_allclose(value, expected.loss, rtol=1e-5)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = jax.tree.map(jnp.add, params, updates)
+    expected = one_device("llama", "sgd")[1].params
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), params, expected)
+
+
+def test_train_step_composes_the_two_halves_and_compiles_once():
+    model, optimizer = oracle.model("llama"), oracle.optimizer("adamw")
+    plan = plan_for(QUICKSTART, model)
+    state = init_state(model, optimizer, plan, seed=3)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    step = make_train_step(model, optimizer, plan, StepSettings())
+    metrics = []
+    for batch in batches():
+        state, row = step(state, oracle.placed(plan, batch, 3), np.uint32(0))
+        metrics.append(jax.device_get(row))
+    assert step._cache_size() == 1
+    assert jax.tree.map(lambda x: x.sharding, state) == shardings
+    expected_metrics, expected = one_device("llama", "adamw")
+    assert_equal_metrics(metrics, expected_metrics)
+    assert_equal_states(jax.device_get(to_true(state, true_state(model, optimizer))), expected, largest=False)
+
+
+def test_microbatches_without_a_valid_token_give_no_nan():
+    model, optimizer = oracle.model("llama"), oracle.optimizer("adamw")
+    plan = plan_for("zero3", model)
+    batch = batches(steps=1)[0]
+    batch["weights"] = np.zeros_like(batch["weights"])
+    metrics, state = Run(model, plan).train(optimizer, [batch], 3)
+    assert metrics[0].loss == 0 and metrics[0].grad_norm == 0 and metrics[0].num_tokens == 0
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("group", [1, 65])
+def test_small_gradients_survive_many_microbatches(group):
+    """One large and 64 tiny microbatches in bf16: the float32 accumulator keeps the small terms."""
+    model = oracle.model("llama", num_layers=1)
+    plan = plan_for("zero2", model, DataRanks(2), jnp.bfloat16)
+    rows = 2 * 65
+    tokens = np.tile(np.arange(9, dtype=np.int32), (rows, 1))
+    weights = np.full((rows, 8), 2.0**-10, np.float32)
+    weights[:2] = 1
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+    state = init_state(model, oracle.optimizer("sgd"), plan, seed=3)
+    run, alone = Run(model, plan, StepSettings(group=group)), Run(model, plan)
+    # jax's XLA attention promotes bf16 in its backward pass.
+    with jax.numpy_dtype_promotion("standard"):
+        _, many = run.grads(state.params, oracle.placed(plan, batch, 65), 0, 0)
+        _, one = alone.grads(state.params, oracle.placed(plan, {k: v[:2] for k, v in batch.items()}, 1), 0, 0)
+    ratio = np.linalg.norm(many["head"]["norm"]["scale"]) / np.linalg.norm(one["head"]["norm"]["scale"])
+    np.testing.assert_allclose(ratio, 1 + 64 * 2.0**-10, rtol=2e-3)
+
+
+@pytest.mark.parametrize("ranks", [DataRanks(1), DataRanks(2), DataRanks(4, 2)])
+def test_initial_parameters_are_bit_identical_on_every_mesh(ranks):
+    model, optimizer = oracle.model("llama"), oracle.optimizer("adamw")
+    true = true_state(model, optimizer)
+    reference = init_state(model, optimizer, plan_for("ddp", model, DataRanks(1)), seed=5)
+    for strategy in ("ddp", "zero3"):
+        state = init_state(model, optimizer, plan_for(strategy, model, ranks), seed=5)
+        jax.tree.map(np.testing.assert_array_equal, to_true(state.params, true.params), reference.params)
+
+
+def test_reshard_moves_a_live_state_bit_for_bit():
+    model, optimizer = oracle.model("llama"), oracle.optimizer("adamw")
+    old = plan_for("zero3", model)
+    step = make_train_step(model, optimizer, old, StepSettings())
+    state, _ = step(init_state(model, optimizer, old, seed=3), oracle.placed(old, batches()[0], 1), np.uint32(0))
+    new = make_plan(QUICKSTART, model.abstract_params(), DataRanks(2, 2), jax.devices()[4:], jnp.float32)
+    moved = reshard(state, new)
+    true = true_state(model, optimizer)
+    jax.tree.map(np.testing.assert_array_equal, to_true(moved, true), to_true(state, true))
+    assert jax.tree.map(lambda x: x.sharding, moved.params) == new.opt_shardings
+    back = reshard(moved, old)
+    jax.tree.map(np.testing.assert_array_equal, back, state)
+    make_train_step(model, optimizer, new, StepSettings())(moved, oracle.placed(new, batches()[1], 1), np.uint32(0))
+
+
+def test_evaluation_equals_the_training_loss():
+    model, optimizer = oracle.model("llama"), oracle.optimizer("adamw")
+    plan = plan_for(QUICKSTART, model)
+    state = init_state(model, optimizer, plan, seed=3)
+    sums = make_eval_step(model, plan, StepSettings())(state.params, oracle.placed(plan, batches()[0], 3))
+    np.testing.assert_allclose(sums.loss / sums.weight, one_device("llama", "adamw")[0][0].loss, rtol=1e-5)
+
+
+@pytest.mark.parametrize("other", ["zero3", QUICKSTART])
+def test_reshard_shares_no_buffer(other):
+    model, optimizer = oracle.model("llama"), oracle.optimizer("sgd")
+    state = init_state(model, optimizer, plan_for("zero3", model), seed=3)
+    plan = plan_for(other, model)
+    moved = reshard(state, plan)
+    make_train_step(model, optimizer, plan, StepSettings())(moved, plan.place(oracle.split(batches()[0], 1)), 0)
+    assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state))
+
+
+def test_weights_below_one_are_no_special_case():
+    """The mean loss does not depend on the unit in which tokens are weighted."""
+    model, optimizer = oracle.model("llama"), oracle.optimizer("sgd")
+    run = Run(model, plan_for("zero3", model))
+    light = [{**b, "weights": b["weights"] * np.float32(2.0**-20)} for b in batches()]
+    metrics, state = run.train(optimizer, light)
+    for row, expected in zip(metrics, one_device("llama", "sgd")[0], strict=True):
+        np.testing.assert_allclose([row.loss, row.grad_norm], [expected.loss, expected.grad_norm], rtol=1e-5)
+    assert_equal_states(state, one_device("llama", "sgd")[1], largest=True)
+
+
+def test_reshard_keeps_statistics_that_look_like_another_parameter():
+    """A factored statistic of a/w is as long as w with its padding, and w is the end of its path."""
+
+    def init(key):
+        return {"w": jnp.ones(1001), "a": {"w": jax.random.normal(key, (1008, 130))}}
+
+    def loss(params, batch, rng):
+        total = jnp.sum(params["w"] ** 2) + jnp.sum(params["a"]["w"] ** 2)
+        return (jnp.sum(batch["weights"]) * total, jnp.sum(batch["weights"])), {}
+
+    model, optimizer = Model.from_loss(loss, init), optax.adafactor(1e-2)
+    old, new = plan_for("zero3", model), plan_for("ddp", model)
+    batch = oracle.placed(old, {"weights": np.ones((8, 1), np.float32)}, 1)
+    state, _ = make_train_step(model, optimizer, old, StepSettings())(init_state(model, optimizer, old, 3), batch, 0)
+    true, moved = true_state(model, optimizer), reshard(state, new)
+    assert jax.tree.map(jnp.shape, moved.opt_state) == jax.tree.map(jnp.shape, true.opt_state)
+    jax.tree.map(np.testing.assert_array_equal, to_true(moved, true), to_true(state, true))
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_sums_are_in_float32_whatever_a_model_gives(group):
+    """767 tokens are no number of bfloat16, 31 and 32 are."""
+
+    def loss(params, batch, rng):
+        losses = params["w"][batch["tokens"]] * batch["weights"]
+        return (jnp.sum(losses).astype(jnp.bfloat16), jnp.sum(batch["weights"]).astype(jnp.bfloat16)), {}
+
+    model, optimizer = Model.from_loss(loss, lambda key: {"w": jnp.ones(8)}), optax.sgd(0.1)
+    plan = plan_for("zero2", model, DataRanks(per_node=4, num_nodes=1))
+    weights = np.ones((6, 16, 8), np.float32)
+    weights[0, 0, 0] = 0
+    batch = plan.place({"tokens": np.zeros((6, 16, 8), np.int32), "weights": weights})
+    state = init_state(model, optimizer, plan, seed=0)
+    sums = make_eval_step(model, plan, StepSettings())(state.params, batch)
+    state, metrics = make_train_step(model, optimizer, plan, StepSettings(group=group))(state, batch, np.uint32(0))
+    assert (sums.loss, sums.weight) == (767, 767)
+    assert (metrics.num_tokens, metrics.loss, metrics.grad_norm) == (767, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("output", "told"),
+    [
+        (lambda losses, weights: jnp.mean(losses), r"shapes \(\);"),
+        (lambda losses, weights: (jnp.sum(losses), jnp.sum(weights)), r"shapes \(\(\), \(\)\);"),
+        (
+            lambda losses, weights: ((jnp.sum(losses)[None], jnp.sum(weights)), {}),
+            r"shapes \(\(\(1,\), \(\)\), \{\}\);",
+        ),
+    ],
+)
+def test_a_loss_that_gives_something_else_is_told_what_it_gives(output, told):
+    def loss(params, batch, rng):
+        return output(params["w"][batch["tokens"]] * batch["weights"], batch["weights"])
+
+    model, optimizer = Model.from_loss(loss, lambda key: {"w": jnp.ones(8)}), optax.sgd(0.1)
+    plan = plan_for("zero2", model, DataRanks(per_node=2, num_nodes=1))
+    batch = plan.place({"tokens": np.zeros((1, 2, 8), np.int32), "weights": np.ones((1, 2, 8), np.float32)})
+    step = make_train_step(model, optimizer, plan, StepSettings())
+    with pytest.raises(UserError, match=told + " it returns"):
+        step(init_state(model, optimizer, plan, seed=0), batch, np.uint32(0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"remat": "bogus"}, "remat='bogus': it must be one of none, projections, full"),
+        ({"group": 2.0}, "group=2.0: it must be a whole number"),
+        ({"virtual_stages": "two"}, "virtual_stages='two'"),
+    ],
+)
+def test_settings_that_are_none(settings, told):
+    with pytest.raises(UserError, match=told):
+        StepSettings(**settings)
+
+
+def test_rematerialisation_as_text():
+    assert StepSettings(remat="full").remat is Remat.FULL
+
+
+@pytest.mark.parametrize("settings", [{"schedule": "bogus"}, {"virtual_stages": 2}])
+def test_a_pipelines_settings_are_checked_without_stages(settings):
+    model, optimizer = oracle.model("llama"), optax.sgd(0.1)
+    plan = plan_for("zero2", model, DataRanks(per_node=2, num_nodes=1))
+    step = make_train_step(model, optimizer, plan, StepSettings(**settings))
+    with pytest.raises(UserError, match="SCHEDULE='bogus'|VIRTUAL_STAGES=2 with PIPELINE=1"):
+        step.lower(abstract_state(model, optimizer, plan), oracle.placed(plan, oracle.batches(steps=1)[0], 1), 0)
+
+
+@pytest.mark.parametrize("shapes", [{"tokens": (2, 4), "weights": (1, 4)}, {"tokens": (0, 4), "weights": (0, 4)}, {}])
+def test_arrays_of_a_batch_have_as_many_microbatches(shapes):
+    def loss(params, batch, rng):
+        return (jnp.sum(params["w"]), jnp.ones(())), {}
+
+    model, optimizer = Model.from_loss(loss, lambda key: {"w": jnp.ones(8)}), optax.sgd(0.1)
+    plan = plan_for("zero2", model, DataRanks(per_node=2, num_nodes=1))
+    batch = {name: jax.ShapeDtypeStruct((*shape, 8), jnp.float32) for name, shape in shapes.items()}
+    step = make_train_step(model, optimizer, plan, StepSettings())
+    with pytest.raises(UserError, match="a batch of .*equal numbers of both"):
+        step.lower(abstract_state(model, optimizer, plan), batch, 0)
