@@ -19,7 +19,7 @@ from amsp_jax.engine.blocks import Remat  # noqa: E402
 from amsp_jax.engine.optimizer import make_optimizer  # noqa: E402
 from amsp_jax.models.registry import build_model  # noqa: E402
 from amsp_jax.predict.cluster import named_cluster  # noqa: E402
-from amsp_jax.predict.cost.papers import amsp  # noqa: E402
+from amsp_jax.predict.cost import amsp  # noqa: E402
 from amsp_jax.predict.planner import Candidate, Scorer, Workload  # noqa: E402
 from amsp_jax.strategy import parse  # noqa: E402
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from papers import frontier, megatron
 
 from amsp_jax.cli import settings as cli
 from amsp_jax.engine.blocks import Remat
@@ -22,7 +23,6 @@ from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.models.registry import build_model
 from amsp_jax.predict.cluster import named_cluster
-from amsp_jax.predict.cost.papers import frontier, megatron
 from amsp_jax.predict.planner import Candidate, Estimate, Scorer, Workload
 from amsp_jax.strategy import parse
 

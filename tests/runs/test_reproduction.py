@@ -6,11 +6,10 @@ import sys
 
 import pytest
 
-from amsp_jax.predict.cost.papers import frontier, megatron
-
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
 
 import reproduction_frontier as reproduction  # noqa: E402
+from papers import frontier, megatron  # noqa: E402
 from reproduction_frontier import efficiency, utilization  # noqa: E402
 
 

@@ -19,10 +19,9 @@ from amsp_jax.engine.train_step import StepSettings
 from amsp_jax.errors import UserError
 from amsp_jax.model import Params
 from amsp_jax.predict.cluster import Cluster, Network, Rates
-from amsp_jax.predict.cost import compute, group_memory, memory, model_axes, ranks, stage_memory
+from amsp_jax.predict.cost import amsp, compute, group_memory, memory, model_axes, ranks, stage_memory
 from amsp_jax.predict.cost.communication import ONCE, Collective, PartPlans, Phase, WireDtypes, messages, part_plans
 from amsp_jax.predict.cost.memory import MemoryEstimate
-from amsp_jax.predict.cost.papers import amsp
 from amsp_jax.predict.cost.pipeline_timeline import Chunks, OnceTimes, pipeline_timeline, tick_counts
 from amsp_jax.predict.cost.ranks import Share, shares
 from amsp_jax.predict.cost.sketch import Sketch

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from amsp_jax.errors import UserError
 from amsp_jax.predict.cluster import Cluster
+from amsp_jax.predict.cost import amsp
 from amsp_jax.predict.cost.communication import Phase
-from amsp_jax.predict.cost.papers import amsp
 from amsp_jax.predict.planner.bounds import Bounds
 from amsp_jax.predict.planner.candidates import Found, groups, look_through
 from amsp_jax.predict.planner.scorer import Scorer

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from amsp_jax.predict.cost.papers.megatron import Gpt
+from papers.megatron import Gpt
 
 GCD_PEAK_FLOPS = 191.5e12
 """FLOP/s in 16 bits of one of the two dies of an MI250X; each counts as a device."""
