@@ -35,7 +35,7 @@ from amsp_jax.compile import hlo
 from amsp_jax.compile.hlo.collectives import operations
 from amsp_jax.compile.hlo.text import parse
 from amsp_jax.engine.blocks import Remat
-from amsp_jax.engine.optimizer import warmup_cosine
+from amsp_jax.engine.learning_rate import make_learning_rate
 from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.engine.plan import Plan, plan_model
 from amsp_jax.models.registry import build_model
@@ -117,7 +117,12 @@ def measure(case: Case, only_lower: bool, hlo_path: Path | None) -> dict[str, An
     ranks = case.parallel.data_ranks(case.num_devices // DEVICES_PER_NODE, DEVICES_PER_NODE)
     plan = plan_model(case.strategy, model, ranks, devices_of(case), parallel=case.parallel)
     settings = StepSettings(remat=Remat.FULL, virtual_stages=case.virtual_stages)
-    optimizer = make_optimizer("adamw", warmup_cosine(6e-5, 2000, 240000), weight_decay=0.1, clip_norm=1.0)
+    optimizer = make_optimizer(
+        "adamw",
+        make_learning_rate("cosine", 6e-5, steps=240_000, warmup_steps=2000),
+        weight_decay=0.1,
+        clip_norm=1.0,
+    )
     arguments = (abstract_state(model, optimizer, plan), *batch_and_seed(case, plan))
     planned = planned_bytes(plan, arguments)
     clock = Clock()

@@ -7,7 +7,9 @@ and Muon are then right on every placement. Storage may be padded, so `to_true` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,73 +18,144 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax import contrib
 
+from amsp_jax.engine.learning_rate import LearningRate
 from amsp_jax.engine.plan import LeafPlan, Plan, crop, key_name, pad
 from amsp_jax.errors import UserError
 from amsp_jax.model import Params
-
-Schedule = Callable[[Any], Any]
-
-
-def warmup_cosine(peak: float, warmup_steps: int, num_steps: int, final_fraction: float = 0.1) -> Schedule:
-    """Learning rate by step: linear to `peak`, not from 0, then a cosine to `final_fraction` of it at `num_steps`."""
-    warmup_steps = min(warmup_steps, num_steps)
-    first = peak / warmup_steps if warmup_steps else peak
-    return optax.warmup_cosine_decay_schedule(
-        first, peak, warmup_steps, max(num_steps, warmup_steps + 1), final_fraction * peak
-    )
 
 
 def _is_matrix(params: Params) -> Params:
     return jax.tree.map(lambda x: x.ndim >= 2, params)
 
 
-def _muon(rate: Schedule, decay: float) -> optax.GradientTransformation:
-    def hidden_matrices(params: Params) -> Params:
-        """Muon orthogonalises hidden matrices; embedding, head and vectors take AdamW, as its authors advise."""
-
-        def numbers(path: Any, x: jax.Array) -> contrib.MuonDimensionNumbers | None:
-            outer = bool(path) and key_name(path[0]) in ("embed", "head")
-            return contrib.MuonDimensionNumbers() if x.ndim == 2 and not outer else None
-
-        return jax.tree_util.tree_map_with_path(numbers, params)
-
-    return contrib.muon(
-        rate, weight_decay=decay, weight_decay_mask=_is_matrix, adam_weight_decay=decay,
-        muon_weight_dimension_numbers=hidden_matrices,
-    )  # fmt: skip
+def _adamw(
+    rate: LearningRate, decay: float, *, beta1: float = 0.9, beta2: float = 0.95, epsilon: float = 1e-8
+) -> optax.GradientTransformation:
+    return optax.adamw(rate, b1=beta1, b2=beta2, eps=epsilon, weight_decay=decay, mask=_is_matrix)
 
 
-def _adafactor(rate: Schedule, decay: float) -> optax.GradientTransformation:
+def _sgd(rate: LearningRate, decay: float, *, momentum: float = 0.0) -> optax.GradientTransformation:
+    # As in adamw, the decay is no part of the gradient: momentum does not accumulate it.
+    return optax.chain(
+        optax.trace(momentum) if momentum else optax.identity(),
+        optax.add_decayed_weights(decay, _is_matrix),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
+def _adafactor(
+    rate: LearningRate, decay: float, *, epsilon: float = 1e-30, momentum: float = 0.0
+) -> optax.GradientTransformation:
     # optax does not multiply this decay by the learning rate, as it does in adamw: a schedule that does.
     decay_rate = (lambda step: decay * rate(step)) if decay else None
-    return optax.adafactor(rate, weight_decay_rate=decay_rate, weight_decay_mask=_is_matrix)
+    return optax.adafactor(
+        rate, eps=epsilon, momentum=momentum or None, weight_decay_rate=decay_rate, weight_decay_mask=_is_matrix
+    )
 
 
-OPTIMIZERS: dict[str, Callable[[Schedule, float], optax.GradientTransformation]] = {
-    "adamw": lambda rate, decay: optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=decay, mask=_is_matrix),
-    "sgd": lambda rate, decay: optax.sgd(rate),
+def _lion(rate: LearningRate, decay: float, *, beta1: float = 0.9, beta2: float = 0.99) -> optax.GradientTransformation:
+    return optax.lion(rate, b1=beta1, b2=beta2, weight_decay=decay, mask=_is_matrix)
+
+
+def _lamb(
+    rate: LearningRate, decay: float, *, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-6
+) -> optax.GradientTransformation:
+    return optax.lamb(rate, b1=beta1, b2=beta2, eps=epsilon, weight_decay=decay, mask=_is_matrix)
+
+
+def _muon(
+    rate: LearningRate,
+    decay: float,
+    *,
+    momentum: float = 0.95,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    epsilon: float = 1e-8,
+) -> optax.GradientTransformation:
+    """Muon orthogonalises hidden matrices; embedding, head and vectors take AdamW, as Muon's authors advise."""
+
+    def label(path: Any, x: jax.Array) -> str:
+        is_outer = bool(path) and key_name(path[0]) in ("embed", "head")
+        return "muon" if x.ndim == 2 and not is_outer else "adamw"
+
+    return optax.partition(
+        {
+            "muon": contrib.muon(rate, beta=momentum, eps=epsilon, weight_decay=decay),
+            # As the AdamW inside contrib.muon, which would decay every leaf: norm scales and biases, too.
+            "adamw": optax.adamw(
+                rate, b1=beta1, b2=beta2, eps=epsilon, weight_decay=decay, mask=_is_matrix, nesterov=True
+            ),
+        },
+        lambda params: jax.tree_util.tree_map_with_path(label, params),
+    )
+
+
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "adamw": _adamw,
+    "sgd": _sgd,
     "adafactor": _adafactor,
-    "lion": lambda rate, decay: optax.lion(rate, weight_decay=decay, mask=_is_matrix),
-    "lamb": lambda rate, decay: optax.lamb(rate, weight_decay=decay, mask=_is_matrix),
+    "lion": _lion,
+    "lamb": _lamb,
     "muon": _muon,
 }
-"""Optimizers by name, `make(learning_rate, weight_decay)`; decay falls on matrices only, sgd has none."""
+"""Optimizers by name, `make(learning_rate, weight_decay, **own)`; weight decay falls on matrices only.
+
+The keyword arguments of `make` are the settings that the optimizer has, with its defaults.
+"""
 
 
 def make_optimizer(
-    name: str, learning_rate: Schedule | float, *, weight_decay: float = 0.0, clip_norm: float | None = None
+    name: str,
+    learning_rate: LearningRate | float,
+    *,
+    weight_decay: float = 0.0,
+    clip_norm: float | None = None,
+    beta1: float | None = None,
+    beta2: float | None = None,
+    epsilon: float | None = None,
+    momentum: float | None = None,
 ) -> optax.GradientTransformation:
-    """An optimizer by name, clipped by the global norm of the gradient.
+    """Builds an optimizer by name, clipped by the global norm of the gradient.
+
+    Args:
+      name: one of `OPTIMIZERS`.
+      learning_rate: a number, or one value for each step (`make_learning_rate`).
+      weight_decay: on matrices only, multiplied by the learning rate.
+      clip_norm: the largest global norm of the gradient; None does not clip.
+      beta1, beta2: decay of the running means of the gradient and of its square; None is the optimizer's own.
+      epsilon: added to the denominator; None is the optimizer's own.
+      momentum: of `sgd`, `adafactor` and the hidden matrices of `muon`; None is the optimizer's own.
 
     Raises:
-      UserError: the name is unknown.
+      UserError: the name is unknown, a setting is out of range, or the optimizer has no such setting.
     """
     if name not in OPTIMIZERS:
-        raise UserError(f"OPTIMIZER '{name}' is unknown; one of {', '.join(OPTIMIZERS)}")
+        raise UserError(f"optimizer={name!r} is unknown; use one of {', '.join(OPTIMIZERS)}")
+    given = {"beta1": beta1, "beta2": beta2, "epsilon": epsilon, "momentum": momentum}
+    own = {setting: value for setting, value in given.items() if value is not None}
+    _check_own(name, own)
     rate = learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate)
     # Clipped or not, the state has one structure: a run may turn clipping on or off when it resumes.
     clip = optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity()
-    return optax.chain(clip, OPTIMIZERS[name](rate, weight_decay))
+    return optax.chain(clip, OPTIMIZERS[name](rate, weight_decay, **own))
+
+
+def _check_own(name: str, own: Mapping[str, float]) -> None:
+    takes = [parameter.name for parameter in _own_settings(name)]
+    for setting, value in own.items():
+        if setting not in takes:
+            others = [other for other in OPTIMIZERS if setting in {p.name for p in _own_settings(other)}]
+            raise UserError(
+                f"{setting}={value} has no effect with optimizer={name!r}, which takes {', '.join(takes)}; leave it "
+                f"out, or use one of {', '.join(others)}"
+            )
+        least, most = (0.0, math.inf) if setting == "epsilon" else (0.0, 1.0)
+        if not least <= value < most:
+            raise UserError(f"{setting}={value} is out of range: it is at least {least:g} and below {most:g}")
+
+
+def _own_settings(name: str) -> list[inspect.Parameter]:
+    return [p for p in inspect.signature(OPTIMIZERS[name]).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
 
 def abstract_opt_state(optimizer: optax.GradientTransformation, params: Params) -> Any:

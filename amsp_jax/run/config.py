@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from amsp_jax.errors import UserError
 
 DType = Literal["float32", "bfloat16"]
+LrSchedule = Literal["cosine", "linear", "constant", "wsd"]
 
 _EXAMPLES = {int: "100", float: "0.1", bool: "True", str: "'word'", dict: "\"{'num_layers': 8}\""}
 
@@ -49,10 +50,17 @@ class TrainConfig:
     microbatch_group: Annotated[int, "microbatches that go through each block before the next block; 1: depth-first"]
     seq_len: Annotated[int, "tokens in a sequence"]
     learning_rate: Annotated[float, "highest learning rate, reached after the warm-up"]
-    warmup_steps: Annotated[int, "steps of linear warm-up before the cosine"]
+    warmup_steps: Annotated[int, "steps of linear warm-up before the schedule"]
+    lr_schedule: Annotated[LrSchedule, "learning rate after the warm-up; wsd stays and falls at the end"]
+    lr_final_fraction: Annotated[float | None, "learning rate at the end, as a fraction of the highest; None: 0.1"]
+    lr_decay_fraction: Annotated[float | None, "part of all steps in which wsd falls; None: 0.2"]
     weight_decay: Annotated[float, "on matrices only"]
     clip_norm: Annotated[float | None, "largest global gradient norm; None: no clipping"]
     optimizer: Annotated[str, "name of an optimizer"]
+    beta1: Annotated[float | None, "decay of the mean of gradients; None: the optimizer's own"]
+    beta2: Annotated[float | None, "decay of the mean of squared gradients; None: the optimizer's own"]
+    epsilon: Annotated[float | None, "added to the denominator of an update; None: the optimizer's own"]
+    momentum: Annotated[float | None, "of sgd, adafactor and muon's hidden matrices; None: the optimizer's own"]
     compute_dtype: Annotated[DType, "of activations and gathered parameters"]
     reduce_dtype: Annotated[DType, "of gradients on the wire, and of their sums"]
     inter_node_dtype: Annotated[DType | None, "of gradients between the nodes that share them; None: REDUCE_DTYPE"]

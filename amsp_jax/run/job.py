@@ -15,9 +15,10 @@ import optax
 from amsp_jax.compile import xla_flags
 from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.context import check_sequence
+from amsp_jax.engine.learning_rate import LearningRate, make_learning_rate
 from amsp_jax.engine.mesh import level
 from amsp_jax.engine.microbatch_groups import check_group
-from amsp_jax.engine.optimizer import Schedule, abstract_storage, make_optimizer, warmup_cosine
+from amsp_jax.engine.optimizer import abstract_storage, make_optimizer
 from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.engine.pipeline import schedule
 from amsp_jax.engine.pipeline.schedule import assign_blocks
@@ -197,19 +198,33 @@ def compiler_options(config: TrainConfig, model: Model, layout: Layout) -> dict[
     return xla_flags.without(options, os.environ.get("XLA_FLAGS", ""))
 
 
-def _schedule(config: TrainConfig) -> Schedule:
-    return warmup_cosine(config.learning_rate, config.warmup_steps, config.steps)
+def _learning_rate(config: TrainConfig) -> LearningRate:
+    return make_learning_rate(
+        config.lr_schedule,
+        config.learning_rate,
+        steps=config.steps,
+        warmup_steps=config.warmup_steps,
+        lr_final_fraction=config.lr_final_fraction,
+        lr_decay_fraction=config.lr_decay_fraction,
+    )
 
 
 def _learning_rates(config: TrainConfig) -> np.ndarray:
     with jax.numpy_dtype_promotion("standard"):
-        return np.asarray(jax.vmap(_schedule(config))(jnp.arange(config.steps)))
+        return np.asarray(jax.vmap(_learning_rate(config))(jnp.arange(config.steps)))
 
 
 def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
     """The optimizer of these settings, clipping and schedule included."""
     return make_optimizer(
-        config.optimizer, _schedule(config), weight_decay=config.weight_decay, clip_norm=config.clip_norm
+        config.optimizer,
+        _learning_rate(config),
+        weight_decay=config.weight_decay,
+        clip_norm=config.clip_norm,
+        beta1=config.beta1,
+        beta2=config.beta2,
+        epsilon=config.epsilon,
+        momentum=config.momentum,
     )
 
 
