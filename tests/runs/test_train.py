@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import train
 from amsp_jax import __main__ as tools
@@ -43,22 +42,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Caches of this module's own: for tokens, and for programs, which runs of one strategy share."""
+def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of tokens of this module's own."""
     # Before a test asks for another number of them.
     assert len(jax.devices()) == 8
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
-        _set_compilation_cache(str(tmp_path_factory.mktemp("programs")), 0.0)
         yield
-        _set_compilation_cache(*before)
-
-
-def _set_compilation_cache(directory: str | None, min_seconds: float) -> None:
-    jax.config.update("jax_compilation_cache_dir", directory)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", min_seconds)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(autouse=True)
