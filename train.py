@@ -47,8 +47,7 @@ def train(argv: Sequence[str]) -> None:
 
 def _run(line: cli.CommandLine) -> None:
     # What can be wrong without looking at a device.
-    loaded = cli.load_config(line.gin_files, line.bindings)
-    config = loaded.config
+    config = cli.load_config(line.gin_files, line.bindings)
     if not config.is_auto:
         parse(config.strategy)
     cli.build_model(config)
@@ -58,6 +57,7 @@ def _run(line: cli.CommandLine) -> None:
     built = cli.build_model(config, layout.devices[0])
     launch.own_watch().doing("choosing the strategy")
     chosen = auto.choose(config, built.model, layout) if config.is_auto else None
+    given = config
     if chosen:
         config = dataclasses.replace(config, strategy=chosen.strategy, cluster=None)
     environment = {**launch.environment(), "compiler_options": compiler_options(config, built.model, layout)}
@@ -71,8 +71,7 @@ def _run(line: cli.CommandLine) -> None:
         closing=chosen.comparison if chosen else None,
         is_dry_run=line.is_dry_run,
         files={
-            "config.gin": loaded.config_gin,
-            "operative_config.gin": loaded.operative_config_gin,
+            "config.gin": cli.gin_text(given),
             "environment.json": json.dumps(environment, indent=2) + "\n",
             **({"prediction.json": chosen.to_json()} if chosen else {}),
         },

@@ -40,7 +40,7 @@ def main() -> None:
     args = parse_args()
     bindings = [f"{name} = {value!r}" for name, value in settings(args).items()]
     bindings += map(cli.binding, args.set)
-    config = cli.load_config([cli.find_gin_file(args.gin_file)], bindings).config
+    config = cli.load_config([cli.find_gin_file(args.gin_file)], bindings)
     layout = measure.set_up(args)
     built = cli.build_model(config, layout.devices[0])
     job = prepare(config, built.model, built.vocab_size, layout)

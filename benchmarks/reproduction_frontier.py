@@ -73,7 +73,7 @@ class Case:
 @functools.cache
 def recipe(size: str) -> Case:
     """The case of a file in configs/runs."""
-    config = cli.load_config([ROOT / "configs" / "runs" / f"frontier_{size}.gin"]).config
+    config = cli.load_config([ROOT / "configs" / "runs" / f"frontier_{size}.gin"])
     return Case(
         size=size,
         num_nodes=NUM_NODES[size],

@@ -117,7 +117,7 @@ def choose_attention(
     for implementation in ("cudnn", "pallas"):
         reason = _refusal(implementation, case)
         if implementation == "pallas" and case.nvidia_generation is not None:
-            reason = reason or "Pallas's only where it is asked for, by MODEL_OVERRIDES={'attention': 'pallas'}"
+            reason = reason or "Pallas's only where it is asked for, by model_overrides={'attention': 'pallas'}"
         if reason is None:
             return AttentionChoice(implementation, _describe(implementation, case, refusals))
         refusals.append(reason)
@@ -127,7 +127,7 @@ def choose_attention(
 def _forced(implementation: AttentionImplementation, case: _Case) -> AttentionChoice:
     reason = _refusal(implementation, case)
     if reason is not None:
-        raise UserError(f"attention={implementation!r}: {reason}; MODEL_OVERRIDES without it take what works")
+        raise UserError(f"attention={implementation!r}: {reason}; model_overrides without it take what works")
     return AttentionChoice(implementation, f"{_NAMES[implementation]}, as the model's settings say")
 
 

@@ -64,7 +64,7 @@ class Embedding(nnx.Module):
         if seq_len > positions.shape[0]:
             raise UserError(
                 f"a sequence of {seq_len} tokens is longer than the model's max_seq_len {positions.shape[0]}; "
-                "shorten SEQ_LEN or raise the model's max_seq_len."
+                f"set seq_len={positions.shape[0]} or less, or raise max_seq_len in model_overrides."
             )
         own_SD = tensor.local_sequence(context.local_sequence(positions[:seq_len], dim=0), dim=0)
         return layers.embed(self.table[...], batch["tokens"], self.vocab_size) + own_SD

@@ -55,7 +55,7 @@ def model_config(name: str, overrides: Mapping[str, Any] | None = None) -> Trans
       UserError: no such model or field, a value of the wrong type, or sizes that do not divide.
     """
     if name not in MODELS:
-        raise UserError(f"MODEL {name!r} is not known. {_suggest(name, MODELS)}")
+        raise UserError(f"model={name!r} is not known. {_suggest(name, MODELS)}")
     config = MODELS[name].config
     fields = [field.name for field in dataclasses.fields(config)]
     for key in overrides or {}:

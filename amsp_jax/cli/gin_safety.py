@@ -16,8 +16,6 @@ from gin import config_parser
 
 from amsp_jax.errors import UserError
 
-_IMPORTS = frozenset({"from __gin__ import dynamic_registration", "from amsp_jax import config"})
-_CONFIGURABLE = "config.TrainConfig"
 # Configs have a few kilobytes; what is larger is something else.
 _MAX_BYTES = 1 << 20
 _MAX_FILES = 100
@@ -63,8 +61,8 @@ def check_text(text: str, name: str) -> list[tuple[str, str]]:
                 "as STEPS = 100"
             )
         if isinstance(statement, config_parser.ImportStatement):
-            _check_import(statement, where)
-        elif isinstance(statement, config_parser.IncludeStatement):
+            raise UserError(f"{where}: '{statement.format()}': a config imports no code; remove the line")
+        if isinstance(statement, config_parser.IncludeStatement):
             includes.append((statement.filename, where))
         else:
             _check_target(statement, where)
@@ -104,15 +102,10 @@ def _named(text: str, name: str) -> io.StringIO:
     return file
 
 
-def _check_import(statement: config_parser.ImportStatement, where: str) -> None:
-    if statement.format() not in _IMPORTS:
-        raise UserError(f"{where}: '{statement.format()}': a config imports no code; remove the line")
-
-
 def _check_target(statement: Any, where: str) -> None:
-    """A binding sets a macro or a field of the settings; a block opens those fields."""
+    """A binding sets a macro; nothing else can be bound."""
     is_binding = isinstance(statement, config_parser.BindingStatement)
-    if is_binding and not statement.arg_name or statement.selector == _CONFIGURABLE:
+    if is_binding and not statement.arg_name:
         return
     name = f"{statement.selector}.{statement.arg_name}" if is_binding else statement.selector
     raise UserError(f"{where}: {name}: a config binds settings alone, as STEPS = 100; remove the line")

@@ -1,6 +1,7 @@
 """From a command line and gin files to a `TrainConfig`; every mistake becomes one `UserError`.
 
-`configs/base.gin` is read first, then each `--gin_file` in order, then the `--gin.NAME=value` flags.
+The defaults of `TrainConfig` come first, then each `--gin_file` in order, then the `--gin.NAME=value` flags. The
+library speaks of Python arguments (`global_batch=8`); `spell` writes them as gin macros (`GLOBAL_BATCH=8`).
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ from amsp_jax.model import Model
 from amsp_jax.models import registry
 from amsp_jax.models.attention import AttentionChoice, choose_attention
 from amsp_jax.models.registry import MODELS, model_config
-from amsp_jax.run.config import FIELDS, TrainConfig, did_you_mean
+from amsp_jax.run.config import FIELDS, TrainConfig, did_you_mean, kinds_of
 from amsp_jax.runtime import exit_codes, launch
 from amsp_jax.strategy import PRESETS, PRESETS_WITH_RANKS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 QUICKSTART = "configs/quickstart.gin"
-BASE_CONFIG = REPOSITORY / "configs" / "base.gin"
 
 _FLAG = "--gin."
+# A setting's name, then `=`, perhaps with a key; not the end of a longer word, and not a command's flag `--steps=3`.
+_ASSIGNED = re.compile(rf"(?<![\w./-])({'|'.join(FIELDS)})(?=(\['\w+'\])?=)")
 _NO_WRAP = 1_000_000
 _LONGEST_MESSAGE = 600
 
@@ -63,15 +65,6 @@ class CommandLine:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoadedConfig:
-    """A config with the texts that are kept in its run folder."""
-
-    config: TrainConfig
-    config_gin: str
-    operative_config_gin: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class BuiltModel:
     """A model, the ids that it knows, and which attention it has and why."""
 
@@ -84,6 +77,8 @@ def run(main: Callable[[], None]) -> int:
     """Calls `main` and returns the exit code, after one line on stderr if it is not 0 (`launch.exit_codes`)."""
     # Libraries that log through absl warn of settings that are ours, not the user's.
     logging.getLogger("absl").setLevel(logging.ERROR)
+    launch.print_any_text()
+    launch.spell_with(spell)
     try:
         main()
     except UserError as error:
@@ -104,6 +99,11 @@ def run(main: Callable[[], None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return 0
+
+
+def spell(text: str) -> str:
+    """A text of the library with settings as this command line writes them: `STEPS=3` in place of `steps=3`."""
+    return _ASSIGNED.sub(lambda name: name[1].upper(), text)
 
 
 class Parser(argparse.ArgumentParser):
@@ -218,10 +218,15 @@ def binding(flag: str) -> str:
         raise UserError(f"{flag!r} has no value; write {_FLAG}{name}=VALUE")
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
         raise UserError(f"{flag!r}: {name!r} is not a setting{_near_macro(name.split('.')[-1])}; write --gin.STEPS=100")
-    return f"{name} = {_value(text)}"
+    return f"{name} = {_value(text, is_word=_takes_words_alone(name))}"
 
 
-def _value(text: str) -> str:
+def _takes_words_alone(name: str) -> bool:
+    kind, _ = FIELDS.get(name.lower(), (Any, ""))
+    return set(kinds_of(kind)) <= {str, type(None)}
+
+
+def _value(text: str, is_word: bool) -> str:
     if re.fullmatch(r"%[A-Za-z_]\w*", text):
         return text
     try:
@@ -230,36 +235,38 @@ def _value(text: str) -> str:
         ast.literal_eval(literal)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return repr(text)
-    return literal
+    # A shell takes the quotes of RUN_DIR='7' away.
+    is_other = is_word and not (literal == "None" or literal[0] in "'\"")
+    return repr(text) if is_other else literal
 
 
-def load_config(gin_files: Sequence[Path], bindings: Sequence[str] = ()) -> LoadedConfig:
-    """The config of `base.gin`, these files and these statements, a later one winning over an earlier.
+def load_config(gin_files: Sequence[Path], bindings: Sequence[str] = ()) -> TrainConfig:
+    """The defaults changed by these files and these statements, a later one winning over an earlier.
 
     Raises:
       UserError: a file that is not gin, an unknown name, a binding without effect, a wrong type or range.
     """
     with _gin_errors():
         for path in gin_files:
-            _check_file(path)
+            checked_files(path, (Path(), REPOSITORY))
         check_text("\n".join(bindings), "a binding")
         gin.clear_config()
-        gin.parse_config_files_and_bindings(
-            [str(path) for path in (BASE_CONFIG, *gin_files)], list(bindings), finalize_config=False
-        )
+        gin.parse_config(_defaults_text())
+        gin.parse_config_files_and_bindings([str(path) for path in gin_files], list(bindings), finalize_config=False)
         config = gin.get_configurable(TrainConfig)()
     _refuse_unused(gin.config_str(_NO_WRAP), gin.operative_config_str(_NO_WRAP))
-    return LoadedConfig(
-        config=config, config_gin=gin.config_str(120) + "\n", operative_config_gin=gin.operative_config_str(120) + "\n"
-    )
+    return config
 
 
-def base_macros() -> dict[str, Any]:
-    """The settings and their defaults, as `base.gin` has them."""
-    with _gin_errors():
-        gin.clear_config()
-        gin.parse_config_file(str(BASE_CONFIG))
-    return {name.upper(): gin.query_parameter(f"{name.upper()}/gin.macro.value") for name in FIELDS}
+def gin_text(config: TrainConfig) -> str:
+    """The gin file that gives exactly this config: a macro and its value for each setting."""
+    return "".join(f"{name.upper()} = {value}\n" for name, value in config.settings().items())
+
+
+def _defaults_text() -> str:
+    """The macro of each field with its default, and the binding from macro to field."""
+    imports = "from __gin__ import dynamic_registration\nfrom amsp_jax.run import config\n"
+    return imports + gin_text(TrainConfig()) + "".join(f"config.TrainConfig.{n} = %{n.upper()}\n" for n in FIELDS)
 
 
 def build_model(config: TrainConfig, device: jax.Device | None = None) -> BuiltModel:
@@ -291,8 +298,8 @@ def build_model(config: TrainConfig, device: jax.Device | None = None) -> BuiltM
 
 def help_text() -> str:
     """What `python train.py --help` prints."""
-    defaults = base_macros()
-    settings = [f"  {name:<27} {defaults[name]!r:<16} {text}" for name, text in _explained()]
+    defaults = TrainConfig().settings()
+    settings = [f"  {name.upper():<27} {defaults[name]:<16} {spell(text)}" for name, text in _explained()]
     presets = [
         f"  {name + ('(k)' if name in PRESETS_WITH_RANKS else ''):<11} {_first_line(PRESETS[name])}" for name in PRESETS
     ]
@@ -305,7 +312,7 @@ def help_text() -> str:
             "A later file or flag wins over an earlier one. --dry-run checks everything, prints processes, devices and",
             "the plan, and writes nothing.",
             "",
-            "Settings, their defaults (configs/base.gin) and meaning:",
+            "Settings, their defaults and meaning:",
             *settings,
             "",
             "Strategies (STRATEGY): 'params=... grads=... opt_state=...', each replica, node, full, AxB (A devices of",
@@ -325,7 +332,7 @@ def _explained() -> Iterator[tuple[str, str]]:
     for name, (kind, text) in FIELDS.items():
         literals = (one for one in (kind, *typing.get_args(kind)) if typing.get_origin(one) is typing.Literal)
         words = ", ".join(word for literal in literals for word in typing.get_args(literal))
-        yield name.upper(), text + (f" ({words})" if words else "")
+        yield name, text + (f" ({words})" if words else "")
 
 
 def _first_line(function: Callable[..., Any]) -> str:
@@ -360,16 +367,7 @@ def _syntax_message(error: SyntaxError) -> str:
 def _binding_message(message: str) -> str:
     if missing := re.search(r"call to configurable 'macro' .* in scope '(\w+)'", message):
         return f"%{missing[1]} is used but has no value{_near_macro(missing[1])}"
-    if wrong := re.search(r"doesn't have a parameter named '(\w+)'", message):
-        return message + did_you_mean(wrong[1], FIELDS)
     return message
-
-
-def _check_file(path: Path) -> None:
-    """No code, and no `base.gin`, which would undo what an earlier file set."""
-    for file in checked_files(path, (Path(), REPOSITORY)):
-        if file != path and file.resolve() == BASE_CONFIG:
-            raise UserError(f"{path} includes {BASE_CONFIG.name}, which is always read first; remove the include")
 
 
 def _refuse_unused(config_gin: str, operative_gin: str) -> None:
@@ -379,8 +377,6 @@ def _refuse_unused(config_gin: str, operative_gin: str) -> None:
         if not line or line.startswith("#") or line in used:
             continue
         name = line.split(" = ")[0]
-        if name.lower() in FIELDS and name.isupper():
-            raise UserError(f"{name} has no effect, as config.TrainConfig.{name.lower()} is bound; bind only {name}")
         raise UserError(f"{name}: no setting uses it{_near_macro(name)}; `python train.py --help` lists the settings")
 
 
@@ -389,8 +385,9 @@ def _near_macro(name: str) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """The message without its middle where it is long, and with nothing that a terminal would obey."""
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(str(error).split()))
+    """The message in this command line's words, shortened in its middle, with nothing that a terminal would obey."""
+    words = " ".join(spell(str(error)).split())
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
     return text if len(text) <= _LONGEST_MESSAGE else f"{text[: _LONGEST_MESSAGE - 200]} ... {text[-190:]}"
 
 

@@ -1,4 +1,4 @@
-"""STRATEGY=auto: what the planner picks on the devices that are there, and afterwards how right it was."""
+"""strategy=auto: what the planner picks on the devices that are there, and afterwards how right it was."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def _cluster(config: TrainConfig, layout: Layout) -> tuple[Cluster, list[str]]:
         return cluster, [f"network and rates: {line}"]
     if config.cluster in CLUSTERS and not Path(config.cluster).exists():
         raise UserError(
-            f"CLUSTER={config.cluster} is a preset, to plan without devices; here they are: name a file of "
+            f"cluster={config.cluster} is a preset, to plan without devices; here they are: name a file of "
             "`python -m amsp_jax calibrate --out FILE`, or leave it out to measure them now"
         )
     running = running_cluster(layout)
     cluster = load_cluster(Path(config.cluster))
     notes = [f"network and rates: {cluster.source}, from {config.cluster}"]
-    notes += [f"CLUSTER={config.cluster} is of other devices: {line}" for line in differences(cluster, running)]
+    notes += [f"cluster={config.cluster} is of other devices: {line}" for line in differences(cluster, running)]
     same_grid = dataclasses.replace(
         cluster, num_nodes=running.num_nodes, devices_per_node=running.devices_per_node,
         memory_bytes=running.memory_bytes,

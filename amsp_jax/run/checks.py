@@ -72,12 +72,12 @@ def batch_shape(
     unit = microbatch * num_ranks
     if global_batch % unit:
         below, above = global_batch // unit * unit, -(-global_batch // unit) * unit
-        sizes = f"GLOBAL_BATCH={below} or {above}" if below else f"GLOBAL_BATCH={above}"
+        sizes = f"global_batch={below} or {above}" if below else f"global_batch={above}"
         per_rank = global_batch // num_ranks
         smaller = [str(m) for m in range(1, per_rank + 1) if global_batch % (m * num_ranks) == 0]
-        other = f", or MICROBATCH={' or '.join(smaller)}" if smaller else ""
+        other = f", or microbatch={' or '.join(smaller)}" if smaller else ""
         raise UserError(
-            f"GLOBAL_BATCH={global_batch} is not a multiple of MICROBATCH={microbatch} x {num_ranks} data-parallel "
+            f"global_batch={global_batch} is not a multiple of microbatch={microbatch} x {num_ranks} data-parallel "
             f"ranks = {unit}; {sizes} would do{other}"
         )
     return BatchShape(
@@ -102,11 +102,11 @@ def require_memory(plan: Plan, memory_bytes: int) -> None:
     need = plan.bytes_per_device()
     if need.total > memory_bytes:
         is_full = plan.degrees.params.total == plan.degrees.ranks.total
-        shard_more = "" if is_full else "shard more (STRATEGY=zero3), "
+        shard_more = "" if is_full else "shard more (strategy='zero3'), "
         raise UserError(
             f"strategy '{plan.strategy}' needs {_gib(need.total)} on each device before activations "
             f"(P {_gib(need.params)}, G {_gib(need.grads)}, master {_gib(need.master)}, moments {_gib(need.moments)}), "
-            f"and a device has {_gib(memory_bytes)}; {shard_more}use more devices or a smaller MODEL"
+            f"and a device has {_gib(memory_bytes)}; {shard_more}use more devices or a smaller model"
         )
 
 
@@ -131,7 +131,7 @@ def require_compiled_memory(compiled: Any, memory_bytes: int) -> None:
         raise UserError(
             f"the compiled step needs {_gib(total)} on each device (state and batch {_gib(arguments)}, temporary "
             f"{_gib(temporary)}, other outputs {_gib(outputs)}), and a device has {_gib(memory_bytes)}; "
-            "lower MICROBATCH or SEQ_LEN, set REMAT=full, or shard more (STRATEGY=zero3)"
+            "lower microbatch or seq_len, set remat='full', or shard more (strategy='zero3')"
         )
 
 

@@ -1,7 +1,7 @@
 """The settings of a training run as one frozen, checked dataclass.
 
-Each field is a macro of the config files: `learning_rate` is `LEARNING_RATE`. `configs/base.gin` holds
-the defaults, so a field here has none. Nothing in this module knows gin.
+Type, default and explanation of a setting stand here and nowhere else. The command line makes its gin macros and its
+help from these fields: `learning_rate` is `LEARNING_RATE`. Nothing in this module knows gin.
 """
 
 from __future__ import annotations
@@ -12,106 +12,132 @@ import math
 import types
 import typing
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from amsp_jax.errors import UserError
 
 DType = Literal["float32", "bfloat16"]
 LrSchedule = Literal["cosine", "linear", "constant", "wsd"]
 
-_EXAMPLES = {int: "100", float: "0.1", bool: "True", str: "'word'", dict: "\"{'num_layers': 8}\""}
+_EXAMPLES = {int: "100", float: "0.1", bool: "True", str: "'word'", dict: "{'num_layers': 8}"}
+
+
+def _setting(default: Any, text: str) -> Any:
+    """A field with its default and its line of help."""
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=default.copy, metadata={"help": text})
+    return dataclasses.field(default=default, metadata={"help": text})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What a run is. The text beside each type is its line in `python train.py --help`.
+    """The description of a run: `TrainConfig(model="llama-tiny", strategy="zero3")`.
+
+    The text beside each default is the setting's line in `python train.py --help`.
 
     Raises:
       UserError: a value of the wrong type, outside its choices or out of range; it says the right spelling.
     """
 
-    strategy: Annotated[str, "auto, a preset, or 'params=... grads=... opt_state=...'; see below"]
-    tensor: Annotated[int, "devices that share each matrix and the sequence between them; a group lies inside a node"]
-    pipeline: Annotated[int, "stages of the pipeline, each with a part of the blocks"]
-    schedule: Annotated[Literal["1f1b", "gpipe"], "order of the pipeline's work"]
-    virtual_stages: Annotated[int, "parts of the model that each stage has; more than 1 interleaves them"]
-    context: Annotated[int, "devices that share each sequence, for ring attention"]
-    cluster: Annotated[str | None, "file of `amsp_jax calibrate` for STRATEGY='auto'; None: measures once and keeps it"]
-    model: Annotated[str, "name of a model"]
-    model_overrides: Annotated[dict, "fields of the model to change, {'num_layers': 8}"]
-    data: Annotated[str, "training text: 'stdlib', a folder, a text or .jsonl file; or token ids, .npy or .bin"]
-    corrupt_records: Annotated[Literal["stop", "skip"], "when records are corrupt: an error, or leave them out"]
-    end_of_document: Annotated[int | None, "id that ends a document in a file of token ids; None: it has none"]
-    steps: Annotated[int, "optimizer steps of the whole run"]
-    run_dir: Annotated[str | None, "run folder; None: a fresh numbered one under runs/"]
-    seed: Annotated[int, "of the initial parameters, the sample order and dropout"]
-    global_batch: Annotated[int, "sequences in a step, over all devices"]
-    microbatch: Annotated[int, "sequences a data-parallel rank computes at once"]
-    microbatch_group: Annotated[int, "microbatches that go through each block before the next block; 1: depth-first"]
-    seq_len: Annotated[int, "tokens in a sequence"]
-    learning_rate: Annotated[float, "highest learning rate, reached after the warm-up"]
-    warmup_steps: Annotated[int, "steps of linear warm-up before the schedule"]
-    lr_schedule: Annotated[LrSchedule, "learning rate after the warm-up; wsd stays and falls at the end"]
-    lr_final_fraction: Annotated[float | None, "learning rate at the end, as a fraction of the highest; None: 0.1"]
-    lr_decay_fraction: Annotated[float | None, "part of all steps in which wsd falls; None: 0.2"]
-    weight_decay: Annotated[float, "on matrices only"]
-    clip_norm: Annotated[float | None, "largest global gradient norm; None: no clipping"]
-    optimizer: Annotated[str, "name of an optimizer"]
-    beta1: Annotated[float | None, "decay of the mean of gradients; None: the optimizer's own"]
-    beta2: Annotated[float | None, "decay of the mean of squared gradients; None: the optimizer's own"]
-    epsilon: Annotated[float | None, "added to the denominator of an update; None: the optimizer's own"]
-    momentum: Annotated[float | None, "of sgd, adafactor and muon's hidden matrices; None: the optimizer's own"]
-    compute_dtype: Annotated[DType, "of activations and gathered parameters"]
-    reduce_dtype: Annotated[DType, "of gradients on the wire, and of their sums"]
-    inter_node_dtype: Annotated[DType | None, "of gradients between the nodes that share them; None: REDUCE_DTYPE"]
-    remat: Annotated[Literal["none", "projections", "full"], "what the backward pass computes again"]
-    peel: Annotated[bool, "first and last microbatch outside the accumulation loop, to overlap communication"]
-    checkpoint_every: Annotated[int, "steps between checkpoints; 0: at the end only"]
-    keep_checkpoints: Annotated[int, "newest checkpoints to keep"]
-    keep_every: Annotated[int, "checkpoints at multiples of this step are kept as well; 0: none"]
-    on_damaged: Annotated[Literal["stop", "previous"], "when the newest checkpoint is damaged: an error, or go back"]
-    eval_every: Annotated[int, "steps between validations; 0: before the first and after the last step only"]
-    eval_batches: Annotated[int | None, "global batches of a validation; None: the whole validation set"]
-    stop_after: Annotated[int | None, "save at this step and exit"]
-    on_nonfinite: Annotated[Literal["stop", "skip"], "when loss or gradient is not finite: end, or pass over the batch"]
-    max_skipped: Annotated[int, "updates passed over in a row before the run ends"]
-    check_replicas_every: Annotated[int, "steps between checks that replicas are equal, bit for bit; 0: never"]
-    hang_timeout_s: Annotated[float | None, "seconds a step may take before its process counts as hung; None: by steps"]
-    init_from: Annotated[str | None, "run folder or checkpoint whose weights a fresh run starts from"]
-    simulated_nodes: Annotated[int | None, "nodes to simulate on CPU, where there is no accelerator"]
-    simulated_devices_per_node: Annotated[int | None, "CPU devices of each simulated node"]
-    devices_per_node: Annotated[int | None, "splits real devices into logical nodes of this many"]
+    strategy: str = _setting("auto", "auto, a preset, or 'params=... grads=... opt_state=...'; see below")
+    tensor: int = _setting(
+        1, "devices that share each matrix and the sequence between them; a group lies inside a node"
+    )
+    pipeline: int = _setting(1, "stages of the pipeline, each with a part of the blocks")
+    schedule: Literal["1f1b", "gpipe"] = _setting("1f1b", "order of the pipeline's work")
+    virtual_stages: int = _setting(1, "parts of the model that each stage has; more than 1 interleaves them")
+    context: int = _setting(1, "devices that share each sequence, for ring attention")
+    cluster: str | None = _setting(
+        None, "file of `amsp_jax calibrate` for strategy='auto'; None: measures once and keeps it"
+    )
+    model: str = _setting("llama-tiny", "name of a model")
+    model_overrides: dict = _setting({}, "fields of the model to change, {'num_layers': 8}")
+    data: str = _setting(
+        "stdlib", "training text: 'stdlib', a folder, a text or .jsonl file; or token ids, .npy or .bin"
+    )
+    corrupt_records: Literal["stop", "skip"] = _setting("stop", "when records are corrupt: an error, or leave them out")
+    end_of_document: int | None = _setting(None, "id that ends a document in a file of token ids; None: it has none")
+    steps: int = _setting(1000, "optimizer steps of the whole run")
+    run_dir: str | None = _setting(None, "run folder; None: a fresh numbered one under runs/")
+    seed: int = _setting(0, "of the initial parameters, the sample order and dropout")
+    global_batch: int = _setting(8, "sequences in a step, over all devices")
+    microbatch: int = _setting(1, "sequences a data-parallel rank computes at once")
+    microbatch_group: int = _setting(1, "microbatches that go through each block before the next block; 1: depth-first")
+    seq_len: int = _setting(1024, "tokens in a sequence")
+    learning_rate: float = _setting(3e-4, "highest learning rate, reached after the warm-up")
+    warmup_steps: int = _setting(100, "steps of linear warm-up before the schedule")
+    lr_schedule: LrSchedule = _setting("cosine", "learning rate after the warm-up; wsd stays and falls at the end")
+    lr_final_fraction: float | None = _setting(
+        None, "learning rate at the end, as a fraction of the highest; None: 0.1"
+    )
+    lr_decay_fraction: float | None = _setting(None, "part of all steps in which wsd falls; None: 0.2")
+    weight_decay: float = _setting(0.1, "on matrices only")
+    clip_norm: float | None = _setting(1.0, "largest global gradient norm; None: no clipping")
+    optimizer: str = _setting("adamw", "name of an optimizer")
+    beta1: float | None = _setting(None, "decay of the mean of gradients; None: the optimizer's own")
+    beta2: float | None = _setting(None, "decay of the mean of squared gradients; None: the optimizer's own")
+    epsilon: float | None = _setting(None, "added to the denominator of an update; None: the optimizer's own")
+    momentum: float | None = _setting(None, "of sgd, adafactor and muon's hidden matrices; None: the optimizer's own")
+    compute_dtype: DType = _setting("bfloat16", "of activations and gathered parameters")
+    reduce_dtype: DType = _setting("float32", "of gradients on the wire, and of their sums")
+    inter_node_dtype: DType | None = _setting(
+        None, "of gradients between the nodes that share them; None: like all gradients"
+    )
+    remat: Literal["none", "projections", "full"] = _setting("projections", "what the backward pass computes again")
+    peel: bool = _setting(True, "first and last microbatch outside the accumulation loop, to overlap communication")
+    checkpoint_every: int = _setting(500, "steps between checkpoints; 0: at the end only")
+    keep_checkpoints: int = _setting(2, "newest checkpoints to keep")
+    keep_every: int = _setting(0, "checkpoints at multiples of this step are kept as well; 0: none")
+    on_damaged: Literal["stop", "previous"] = _setting(
+        "stop", "when the newest checkpoint is damaged: an error, or go back"
+    )
+    eval_every: int = _setting(500, "steps between validations; 0: before the first and after the last step only")
+    eval_batches: int | None = _setting(20, "global batches of a validation; None: the whole validation set")
+    stop_after: int | None = _setting(None, "save at this step and exit")
+    on_nonfinite: Literal["stop", "skip"] = _setting(
+        "stop", "when loss or gradient is not finite: end, or pass over the batch"
+    )
+    max_skipped: int = _setting(10, "updates passed over in a row before the run ends")
+    check_replicas_every: int = _setting(0, "steps between checks that replicas are equal, bit for bit; 0: never")
+    hang_timeout_s: float | None = _setting(
+        None, "seconds a step may take before its process counts as hung; None: by steps"
+    )
+    init_from: str | None = _setting(None, "run folder or checkpoint whose weights a fresh run starts from")
+    simulated_nodes: int | None = _setting(None, "nodes to simulate on CPU, where there is no accelerator")
+    simulated_devices_per_node: int | None = _setting(None, "CPU devices of each simulated node")
+    devices_per_node: int | None = _setting(None, "splits real devices into logical nodes of this many")
 
     def __post_init__(self) -> None:
         for name, (kind, _) in FIELDS.items():
-            _check_type(name.upper(), getattr(self, name), kind)
-            _check_word(name.upper(), getattr(self, name))
+            _check_type(name, getattr(self, name), kind)
+            _check_word(name, getattr(self, name))
         for name in _AT_LEAST_ONE:
             _check_least(name, getattr(self, name), 1)
         for name in _AT_LEAST_ZERO:
             _check_least(name, getattr(self, name), 0)
         if self.cluster is not None and not self.is_auto:
             raise UserError(
-                f"CLUSTER={self.cluster} has no effect with STRATEGY={self.strategy}; it is for STRATEGY=auto"
+                f"cluster={self.cluster} has no effect with strategy={self.strategy}; it is for strategy=auto"
             )
         if (self.inter_node_dtype, self.reduce_dtype) == ("float32", "bfloat16"):
             raise UserError(
-                f"INTER_NODE_DTYPE={self.inter_node_dtype!r} is wider than REDUCE_DTYPE={self.reduce_dtype!r}, in "
-                "which gradients are summed; leave it at None, or set REDUCE_DTYPE='float32'"
+                f"inter_node_dtype={self.inter_node_dtype!r} is wider than reduce_dtype={self.reduce_dtype!r}, in "
+                "which gradients are summed; leave it at None, or set reduce_dtype='float32'"
             )
         if self.seed > _MAX_SEED:
-            raise UserError(f"SEED={self.seed}: it must be at most {_MAX_SEED}")
+            raise UserError(f"seed={self.seed}: it must be at most {_MAX_SEED}")
         simulated = (self.simulated_nodes or 1) * (self.simulated_devices_per_node or 1)
         if simulated > _MAX_SIMULATED:
             raise UserError(
-                f"{simulated:,} simulated devices (SIMULATED_NODES x SIMULATED_DEVICES_PER_NODE) are more than the "
-                f"{_MAX_SIMULATED:,} that one host bears; simulate fewer"
+                f"simulated_nodes={self.simulated_nodes} x simulated_devices_per_node="
+                f"{self.simulated_devices_per_node} are {simulated:,} simulated devices, more than the "
+                f"{_MAX_SIMULATED:,} that one host can run; simulate fewer"
             )
         if self.clip_norm == 0:
-            raise UserError(f"CLIP_NORM={self.clip_norm!r}: no gradient has that norm; None is no clipping")
+            raise UserError(f"clip_norm={self.clip_norm!r}: no gradient has that norm; None turns clipping off")
         if self.stop_after is not None and self.stop_after > self.steps:
             raise UserError(
-                f"STOP_AFTER={self.stop_after} is past the last step, STEPS={self.steps}; stop earlier or at it"
+                f"stop_after={self.stop_after} is past the last step, steps={self.steps}; stop earlier or at it"
             )
 
     @property
@@ -120,8 +146,8 @@ class TrainConfig:
         return self.strategy.strip().lower() == "auto"
 
     def settings(self) -> dict[str, str]:
-        """Every setting as text, by its macro's name."""
-        return {name.upper(): repr(getattr(self, name)) for name in FIELDS}
+        """The Python text of every setting, by its name."""
+        return {name: repr(getattr(self, name)) for name in FIELDS}
 
 
 _MAX_SEED = (1 << 32) - 1
@@ -143,8 +169,8 @@ _AT_LEAST_ZERO = (
 
 
 def _fields() -> dict[str, tuple[Any, str]]:
-    hints = typing.get_type_hints(TrainConfig, include_extras=True)
-    return {f.name: (hints[f.name].__origin__, hints[f.name].__metadata__[0]) for f in dataclasses.fields(TrainConfig)}
+    hints = typing.get_type_hints(TrainConfig)
+    return {field.name: (hints[field.name], field.metadata["help"]) for field in dataclasses.fields(TrainConfig)}
 
 
 FIELDS: dict[str, tuple[Any, str]] = _fields()
@@ -157,9 +183,8 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-def _check_type(macro: str, value: Any, kind: Any) -> None:
-    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
-    alternatives = typing.get_args(kind) if is_union else (kind,)
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    alternatives = kinds_of(kind)
     if any(_matches(value, alternative) for alternative in alternatives):
         return
     first = alternatives[0]
@@ -167,11 +192,17 @@ def _check_type(macro: str, value: Any, kind: Any) -> None:
     if typing.get_origin(first) is Literal:
         choices = typing.get_args(first)
         near = did_you_mean(str(value), choices)
-        raise UserError(f"{macro}={value!r}: {macro} is one of {', '.join(choices)}{or_none}{near}")
+        raise UserError(f"{name}={value!r}: it must be one of {', '.join(choices)}{or_none}{near}")
     raise UserError(
-        f"{macro}={value!r} is {_article(type(value).__name__)}, but {macro} is {_article(first.__name__)}{or_none}"
-        f"; write --gin.{macro}={_spelling(value, first)}"
+        f"{name}={value!r} is {_article(type(value).__name__)}, but it must be {_article(first.__name__)}{or_none}; "
+        f"write {name}={_spelling(value, first)}"
     )
+
+
+def kinds_of(kind: Any) -> tuple[Any, ...]:
+    """The types that a field takes: both of a union, else its one type."""
+    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    return typing.get_args(kind) if is_union else (kind,)
 
 
 def _matches(value: Any, kind: Any) -> bool:
@@ -194,7 +225,7 @@ def _spelling(value: Any, kind: type) -> str:
     if kind is int and text.strip().isdecimal():
         return text.strip()
     if kind is str:
-        return f"\"'{text}'\""
+        return repr(text)
     if text.lower() == "none":
         return "None"
     return _EXAMPLES[kind]
@@ -204,14 +235,14 @@ def _article(name: str) -> str:
     return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
-def _check_word(macro: str, value: Any) -> None:
+def _check_word(name: str, value: Any) -> None:
     if isinstance(value, str) and not value.strip():
-        raise UserError(f"{macro} is empty; leave it out for its default, or give it a value")
+        raise UserError(f"{name}={value!r} is empty; leave it out for its default, or give it a value")
 
 
 def _check_least(name: str, value: float | None, least: int) -> None:
     if isinstance(value, int) and value > _MAX_COUNT and name != "seed":
-        raise UserError(f"{name.upper()}={value}: it must be at most {_MAX_COUNT:,}")
+        raise UserError(f"{name}={value}: it must be at most {_MAX_COUNT:,}")
     if value is not None and not least <= value < math.inf:
         finite = " and finite" if value == math.inf else ""
-        raise UserError(f"{name.upper()}={value!r}: it must be at least {least}{finite}")
+        raise UserError(f"{name}={value!r}: it must be at least {least}{finite}")

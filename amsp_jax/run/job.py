@@ -69,12 +69,13 @@ class Job:
         is_between_nodes = any(level(axis) == "inter" for axis in axes.param + axes.grad + axes.opt)
         if self.settings.reduction.is_narrower_between_nodes and not is_between_nodes:
             lines.append(
-                f"INTER_NODE_DTYPE={self.config.inter_node_dtype} has no effect: {self.plan.degrees} on "
-                f"{self.plan.degrees.ranks} shards nothing over nodes; all-reduces are in REDUCE_DTYPE"
+                f"inter_node_dtype={self.config.inter_node_dtype} has no effect: {self.plan.degrees} on "
+                f"{self.plan.degrees.ranks} shards nothing over nodes; all-reduces are in "
+                f"reduce_dtype={self.config.reduce_dtype}"
             )
         if self.settings.group > 1 and parallel.tensor * parallel.context > 1:
             lines.append(
-                f"MICROBATCH_GROUP={self.settings.group} with TENSOR={parallel.tensor}, CONTEXT={parallel.context}: "
+                f"microbatch_group={self.settings.group} with tensor={parallel.tensor}, context={parallel.context}: "
                 "fewer gathers and reductions, but XLA runs none of them beside loops with collectives of their own"
             )
         return tuple(lines)
@@ -138,7 +139,7 @@ def _require_one_corpus(datasets: Datasets, data: str) -> None:
     here, there = dict(datasets.fingerprint), from_process_0(lambda: dict(datasets.fingerprint))
     if here != there:
         raise UserError(
-            f"DATA={data!r} is another corpus in process {jax.process_index()} ({here}) than in process 0 ({there}). "
+            f"data={data!r} is another corpus in process {jax.process_index()} ({here}) than in process 0 ({there}). "
             "Give all nodes the same files and the same Python."
         )
 

@@ -101,7 +101,7 @@ class MetricsWriter:
                 self._files[name] = (run_dir / name).open("a", encoding="utf-8")
         except OSError as error:
             raise UserError(
-                f"metrics in {run_dir} cannot be written: {error}. Set RUN_DIR to a folder you own."
+                f"metrics in {run_dir} cannot be written: {error}. Set run_dir to a folder you own."
             ) from error
         if importlib.util.find_spec("tensorboard") is not None:
             self._events = _Events(run_dir / "tensorboard", last_step)

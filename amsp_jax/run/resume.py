@@ -61,7 +61,7 @@ def _open(directory: Path, step: int | None, wanted: Wanted, goes_back: bool = F
         if step is None and passed_over:
             raise UserError(
                 f"{directory}: all {len(passed_over)} checkpoints are damaged, the newest as {passed_over[0].what}. "
-                "Restore the folder from a copy, or choose another RUN_DIR."
+                "Restore the folder from a copy, or choose another run folder."
             )
     step = max(steps, default=None) if step is None else step
     if step is None:
@@ -76,7 +76,7 @@ def own_checkpoint(folder: RunFolder, job: Job) -> Saved | None:
     """Where this run goes on; None for a run that has saved nothing.
 
     Raises:
-      UserError: it is damaged and ON_DAMAGED is not 'previous', or it does not fit the model, optimizer or data.
+      UserError: it is damaged and `on_damaged` is not 'previous', or it does not fit the model, optimizer or data.
     """
     if not folder.is_same_run or not from_process_0(folder.checkpoints.is_dir):
         return None
@@ -92,14 +92,14 @@ def _require_same_data(there: dict[str, str], job: Job) -> None:
     changed = [name for name in there if there[name] != here.get(name)]
     if changed:
         raise UserError(
-            f"DATA={job.config.data!r} is not what the run began with: another {changed[0]} "
+            f"data={job.config.data!r} is not what the run began with: another {changed[0]} "
             f"({there[changed[0]]} then, {here.get(changed[0])} now). Put back the data, or the tokenizers and "
-            "Python that read them, or choose another RUN_DIR."
+            "Python that read them, or choose another run folder."
         )
 
 
 def foreign_checkpoint(init_from: str, job: Job) -> Saved:
-    """The weights that INIT_FROM names: of a run folder's newest checkpoint, or of one of them."""
+    """The weights that `init_from` names: of a run folder's newest checkpoint, or of one of them."""
     path, wanted = Path(init_from).expanduser(), params_alone(job.model, job.plan)
     saved: Saved | None = None
     # What cannot even be looked at has no checkpoint either.
@@ -110,13 +110,13 @@ def foreign_checkpoint(init_from: str, job: Job) -> Saved:
             saved = _open(path.parent, int(path.name), wanted)
     if saved is None:
         raise UserError(
-            f"INIT_FROM={path} has no complete checkpoint; name a run folder, or a step in its {CHECKPOINTS}"
+            f"init_from={path} has no complete checkpoint; name a run folder, or a step in its {CHECKPOINTS}"
         )
     return saved
 
 
 def fresh(job: Job, weights: Saved | None) -> TrainState:
-    """The state of step 0; its parameters are those of INIT_FROM, if there is one."""
+    """The state of step 0; its parameters are those of `init_from`, if there is one."""
     if weights is None:
         return init_state(job.model, job.optimizer, job.plan, job.config.seed)
     say(f"the weights are those of {weights}")
@@ -129,7 +129,7 @@ def proceed(job: Job, saved: Saved) -> TrainState:
     meta = saved.checkpointer.meta(saved.step)
     say(f"goes on from {saved}, saved under '{meta['strategy']}' on {meta['ranks']}")
     if meta["steps"] != job.config.steps:
-        say(f"STEPS was {meta['steps']} and is {job.config.steps}: the learning rate now follows the new schedule")
+        say(f"steps={meta['steps']} before, steps={job.config.steps} now: the learning rate follows the new schedule")
     say(*_other_rounding(meta, job))
     return saved.read()
 
@@ -138,7 +138,7 @@ def _other_rounding(meta: dict[str, Any], job: Job) -> list[str]:
     """A line for each of `_rounding` that changed; older checkpoints do not name them."""
     now = _rounding(job)
     return [
-        f"{_label(name)} was {_text(meta[name])} and is {_text(value)}: the same run but for rounding"
+        f"{_label(name)}={meta[name]} before, {_label(name)}={value} now: the same run but for rounding"
         for name, value in now.items()
         if name in meta and meta[name] != value
     ]
@@ -150,11 +150,7 @@ def _rounding(job: Job) -> dict[str, Any]:
 
 
 def _label(name: str) -> str:
-    return f"MODEL_OVERRIDES[{name!r}]" if name in HOW_COMPUTED else name.upper()
-
-
-def _text(value: Any) -> str:
-    return "not set" if value is None else str(value)
+    return f"model_overrides[{name!r}]" if name in HOW_COMPUTED else name
 
 
 def _ranks_text(job: Job) -> str:

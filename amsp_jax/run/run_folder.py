@@ -30,7 +30,7 @@ CHECKPOINTS = "checkpoints"
 IDENTITY = ("model", "model_overrides", "data", "end_of_document", "seed", "global_batch", "seq_len", "optimizer")
 """The settings that make a run: with another value it is another run."""
 HOW_COMPUTED = ("attention", "loss_chunks")
-"""The fields of MODEL_OVERRIDES that do not: they change how a model is computed, not which it is."""
+"""The fields of `model_overrides` that do not: they change how a model is computed, not which it is."""
 
 _RECORD = "run.json"
 _LOCK = ".lock"
@@ -69,7 +69,7 @@ class RunFolder:
                 _refuse_links(folder.path)
                 stack.enter_context(_locked(folder.path))
                 if not self.is_same_run and (folder.path / _RECORD).exists():
-                    raise UserError(f"RUN_DIR={folder.path}: another command began a run there; choose another folder")
+                    raise UserError(f"run_dir={folder.path}: another command began a run there; choose another folder")
             folder.write(_RECORD, json.dumps(identity(config), indent=2) + "\n")
             yield folder
 
@@ -109,7 +109,7 @@ def _identity(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_run_folder(config: TrainConfig) -> RunFolder:
-    """The folder that `RUN_DIR` names, or the next number under `runs/`. Reads only.
+    """The folder that `run_dir` names, or the next number under `runs/`. Reads only.
 
     Raises:
       UserError: it holds a different run, or files that are no run.
@@ -139,7 +139,7 @@ def _named(run_dir: str) -> Path:
             raise ValueError("it holds a NUL")
     # No such user as in `~user`.
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"RUN_DIR={run_dir!r} cannot be a path: {error}; choose another folder") from None
+        raise UserError(f"run_dir={run_dir!r} cannot be a path: {error}; choose another folder") from None
     return path
 
 
@@ -147,7 +147,7 @@ def _refuse_links(path: Path) -> None:
     links = sorted(entry.name for entry in path.iterdir() if entry.is_symlink() and not entry.is_dir())
     if links:
         raise UserError(
-            f"RUN_DIR={path}: {links[0]} is a link, and the run would write where it leads; only folders may be "
+            f"run_dir={path}: {links[0]} is a link, and the run would write where it leads; only folders may be "
             f"links, as {CHECKPOINTS} on another disk. Remove it"
         )
 
@@ -156,7 +156,7 @@ def _require_writable(path: Path) -> None:
     """Finds out before the devices start, by a nameless file in the nearest folder that there is."""
     with _writing(path):
         if path.exists() and not path.is_dir():
-            raise UserError(f"RUN_DIR={path} is a file; name a folder")
+            raise UserError(f"run_dir={path} is a file; name a folder")
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         with tempfile.TemporaryFile(dir=there):
             pass
@@ -167,7 +167,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"RUN_DIR={path} cannot be written: {error.strerror}; choose another folder") from None
+        raise UserError(f"run_dir={path} cannot be written: {error.strerror}; choose another folder") from None
 
 
 @contextlib.contextmanager
@@ -179,7 +179,7 @@ def _locked(path: Path) -> Iterator[None]:
         while not _locks(file):
             if time.monotonic() >= deadline:
                 raise UserError(
-                    f"RUN_DIR={path} is in use: another command trains there; wait for its end, or choose another "
+                    f"run_dir={path} is in use: another command trains there; wait for its end, or choose another "
                     "folder"
                 )
             time.sleep(1)
@@ -208,15 +208,15 @@ def _read_record(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError, RecursionError):
         record = None
     if not isinstance(record, dict):
-        raise UserError(f"RUN_DIR={path} holds files but no readable {_RECORD}, so it is no run; choose another folder")
+        raise UserError(f"run_dir={path} holds files but no readable {_RECORD}, so it is no run; choose another folder")
     return record
 
 
 def _require_same(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     there = _identity(there)
-    differs = [f"{k.upper()} {there.get(k)!r} there, {v!r} here" for k, v in here.items() if there.get(k) != v]
+    differs = [f"{k}={there.get(k)!r} there and {k}={v!r} here" for k, v in here.items() if there.get(k) != v]
     if differs:
         raise UserError(
-            f"RUN_DIR={path} holds a different run: {'; '.join(differs)}. "
-            "Choose another RUN_DIR, or set these as they are there"
+            f"run_dir={path} holds a different run: {'; '.join(differs)}. "
+            "Choose another folder, or set these as they are there"
         )

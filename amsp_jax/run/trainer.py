@@ -39,8 +39,8 @@ _SAVE_LIMIT_S, _VALIDATION_LIMIT_S = 1800.0, 600.0
 _SETTLE_S = 10.0
 _NUM_SHOWN = 3
 _ADVICE = {
-    "stop": "ON_NONFINITE='skip' passes over such batches; a lower LEARNING_RATE may avoid them.",
-    "skip": "That is more in a row than MAX_SKIPPED allows; a lower LEARNING_RATE or an earlier checkpoint may help.",
+    "stop": "on_nonfinite='skip' passes over such batches; a lower learning rate may avoid them.",
+    "skip": "That is more in a row than max_skipped allows; a lower learning rate or an earlier checkpoint may help.",
 }
 
 
@@ -55,7 +55,7 @@ def train(
     closing: Callable[[Path, int], str] | None = None,
     is_dry_run: bool = False,
 ) -> Path:
-    """Trains until STEPS or STOP_AFTER; goes on with the run that RUN_DIR holds.
+    """Trains until `steps` or `stop_after`; goes on with the run that `run_dir` holds.
 
     Args:
       config: the settings.
@@ -84,7 +84,7 @@ def train(
     before = own_checkpoint(folder, job)
     first, last = before.step if before else 0, config.stop_after or config.steps
     if first >= last:
-        say(f"{folder.path} is at step {first} already: nothing to do until {_last_name(config)} is more than {last}")
+        say(f"{folder.path} is at step {first} already: nothing to do; raise {_last_name(config)}={last} to train on")
         return folder.path
     if folder.is_same_run and not before:
         say(f"{folder.path} has no complete checkpoint: starts from the beginning")
@@ -105,7 +105,7 @@ def train(
         if done < last:
             raise Stopped(
                 f"stopped by {watch.stop_signal} at step {done} of {config.steps}, which is saved; "
-                f"the same command, at --gin.RUN_DIR={folder.path}, goes on from there"
+                f"the same command, with run_dir={folder.path}, goes on from there"
             )
         watch.nothing_to_save(f"all is saved at step {last}")
         _finish(job, state, folder, last)
@@ -126,7 +126,7 @@ def _find_folder(config: TrainConfig) -> RunFolder:
 
 
 def _last_name(config: TrainConfig) -> str:
-    return "STOP_AFTER" if config.stop_after else "STEPS"
+    return "stop_after" if config.stop_after else "steps"
 
 
 @contextlib.contextmanager
@@ -293,7 +293,7 @@ class _Running:
 
 
 def _make_validation(job: Job, reporter: Reporter) -> Callable[[int, Params, bool], None]:
-    """`validate(step, params, may_stop)`: the mean loss over the validation set's tokens, or of EVAL_BATCHES of it.
+    """`validate(step, params, may_stop)`: the mean loss over the validation set's tokens, or of `eval_batches` of it.
 
     Where it may, a stop ends it early, without a row.
     """
@@ -324,7 +324,7 @@ def _finish(job: Job, state: TrainState, folder: RunFolder, last: int) -> None:
     if last < job.config.steps:
         say(
             f"stopped and saved at step {last} of {job.config.steps}; "
-            f"the same command without STOP_AFTER, at --gin.RUN_DIR={folder.path}, goes on from there"
+            f"the same command without stop_after={last}, with run_dir={folder.path}, goes on from there"
         )
     else:
         from_process_0(lambda: _say_validation(folder))

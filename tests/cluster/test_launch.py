@@ -419,7 +419,7 @@ def test_settings_that_differ_are_named():
     for child in children:
         _, err = child.communicate(timeout=120)
         assert child.returncode == 2
-        assert "processes disagree: SEED is 0 in process 0 on" in err.splitlines()[-1]
+        assert "processes disagree: SEED=0 in process 0 on" in err.splitlines()[-1]
 
 
 def test_a_lone_process_says_that_it_is_alone():

@@ -249,13 +249,13 @@ def test_overrides_and_the_context_reach_the_choice(monkeypatch):
     device = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
 
     def built(*bindings):
-        return cli.build_model(cli.load_config([cli.BASE_CONFIG], bindings).config, device)
+        return cli.build_model(cli.load_config([], bindings), device)
 
     overrides = "MODEL_OVERRIDES={'attention': 'pallas', 'num_heads': 4}"
     assert built(overrides).attention == "Pallas flash attention, as the model's settings say"
     assert built("CONTEXT=2").attention == "ring attention over 2 context ranks"
     device.compute_capability = "7.0"
-    with pytest.raises(UserError, match="attention='pallas': .* 8.0 or later, this is 7.0; MODEL_OVERRIDES without it"):
+    with pytest.raises(UserError, match="attention='pallas': .* 8.0 or later, this is 7.0; model_overrides without it"):
         built(overrides)
 
 

@@ -258,7 +258,7 @@ def test_initial_scale():
 
 def test_a_sequence_longer_than_the_positions_is_an_error():
     embedding, batch = gpt(GPT).embed, make_batch(61, seq_len=17)
-    with pytest.raises(UserError, match="17 tokens.*max_seq_len 16.*SEQ_LEN"):
+    with pytest.raises(UserError, match="17 tokens.*max_seq_len 16.*seq_len=16"):
         jax.eval_shape(lambda key: embedding.apply(embedding.init(key), batch, None), jax.random.key(0))
 
 

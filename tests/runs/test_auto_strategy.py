@@ -59,7 +59,7 @@ def cluster_file(tmp_path):
 
 def config(*flags):
     line = cli.parse_command_line([*MICRO, *flags], default_file=cli.QUICKSTART)
-    return cli.load_config(line.gin_files, line.bindings).config
+    return cli.load_config(line.gin_files, line.bindings)
 
 
 def test_a_batch_that_does_not_divide_is_told_before_anything_is_measured(monkeypatch):
@@ -127,5 +127,5 @@ def test_a_run_uses_the_choice_and_says_how_right_it_was(tmp_path, monkeypatch, 
 
 def test_a_preset_is_no_file_of_these_devices():
     settings = config("--gin.CLUSTER=h100")
-    with pytest.raises(UserError, match="CLUSTER=h100 is a preset"):
+    with pytest.raises(UserError, match="cluster=h100 is a preset"):
         auto.choose(settings, cli.build_model(settings).model, FakeLayout())

@@ -97,7 +97,7 @@ def test_every_damaged_file_is_named_before_the_state_is_used(run, change):
         path = run / "2" / name
         whole = path.read_bytes()
         change(path)
-        expected = f"2 is damaged: {name} {DAMAGE[change]}.* step 1 with ON_DAMAGED='previous'"
+        expected = f"2 is damaged: {name} {DAMAGE[change]}.* step 1 with on_damaged='previous'"
         with pytest.raises(UserError, match=expected) as error:
             checkpointer.verify(2)
         assert "\n" not in str(error.value)

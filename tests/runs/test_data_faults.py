@@ -100,11 +100,11 @@ def test_what_is_left_out_is_the_same_at_every_start(corrupt: Path, tmp_path: Pa
 
 
 def test_corrupt_records_stop_the_start_unless_told_otherwise(corrupt: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"a\.jsonl:4: .* 3 of 500 records are corrupt.*CORRUPT_RECORDS='skip'"):
+    with pytest.raises(UserError, match=r"a\.jsonl:4: .* 3 of 500 records are corrupt.*corrupt_records='skip'"):
         open_small(corrupt, tmp_path / "cache")
     (corrupt / "a.jsonl").unlink()
     (corrupt / "b.jsonl").unlink()
-    with pytest.raises(UserError, match=r"c\.txt begins as UTF-8 text but has byte 0xff .*CORRUPT_RECORDS='skip'"):
+    with pytest.raises(UserError, match=r"c\.txt begins as UTF-8 text but has byte 0xff .*corrupt_records='skip'"):
         open_small(corrupt, tmp_path / "cache")
 
 
@@ -116,7 +116,7 @@ def test_nothing_but_corrupt_records_is_an_error(tmp_path: Path) -> None:
 
 def test_token_ids_have_no_records_to_skip(tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", np.arange(100))
-    with pytest.raises(UserError, match="CORRUPT_RECORDS='skip' is for text, but .*ids.npy' holds token ids"):
+    with pytest.raises(UserError, match="corrupt_records='skip' is for text, but .*ids.npy' holds token ids"):
         open_small(tmp_path / "ids.npy", tmp_path / "cache", on_corrupt="skip")
 
 

@@ -24,6 +24,7 @@ from amsp_jax.cli import settings as cli
 from amsp_jax.errors import UserError
 from amsp_jax.predict.cluster import CLUSTERS, load_cluster, save_cluster
 from amsp_jax.run.checkpoint import Checkpointer
+from amsp_jax.run.config import TrainConfig
 from amsp_jax.run.data import Tokenizer, open_dataset
 from amsp_jax.run.metrics import MetricsWriter, TrainRow, ValidationRow
 from amsp_jax.run.run_folder import find_run_folder
@@ -207,7 +208,7 @@ def of_command_lines(folder: Path) -> Case:
         argv = [argument(rng) for _ in range(rng.randint(1, 3))]
         with one_line_or_nothing(argv):
             line = cli.parse_command_line(argv, default_file=cli.QUICKSTART)
-            config = cli.load_config(line.gin_files, line.bindings).config
+            config = cli.load_config(line.gin_files, line.bindings)
             if not config.is_auto:
                 parse(config.strategy)
             cli.build_model(config)
@@ -217,7 +218,7 @@ def of_command_lines(folder: Path) -> Case:
 
 def of_gin_files(folder: Path) -> Case:
     path = folder / "bad.gin"
-    contents = [cli.find_gin_file(name).read_bytes() for name in (cli.QUICKSTART, "configs/base.gin")]
+    contents = [cli.find_gin_file(cli.QUICKSTART).read_bytes(), cli.gin_text(TrainConfig()).encode()]
     contents.append(
         b"STEPS = 3\nSEED = %STEPS\nMODEL_OVERRIDES = {'num_layers': 2}\ninclude 'configs/quickstart.gin'\n"
     )
@@ -241,7 +242,7 @@ def of_gin_files(folder: Path) -> Case:
     def case(rng: random.Random) -> None:
         path.write_bytes(mutated(rng, rng.choice(contents), words))
         with one_line_or_nothing(path.read_bytes()):
-            cli.build_model(cli.load_config([path]).config)
+            cli.build_model(cli.load_config([path]))
 
     return case
 
@@ -326,7 +327,7 @@ def of_names(folder: Path) -> Case:
         ".npy",
         ".jsonl",
     ]
-    config = cli.load_config([]).config
+    config = cli.load_config([])
     # As deep as a name can lead up.
     deep = folder / "1/2/3/4/5/6"
     deep.mkdir(parents=True)
@@ -349,7 +350,7 @@ def of_names(folder: Path) -> Case:
 
 
 def of_run_folders(folder: Path) -> Case:
-    config = cli.load_config([], [f"RUN_DIR = {str(folder / 'run')!r}"]).config
+    config = cli.load_config([], [f"RUN_DIR = {str(folder / 'run')!r}"])
     with find_run_folder(config).claimed(config) as run:
         run.write("config.gin", "STEPS = 3\n")
         writer = MetricsWriter(run.path, None)

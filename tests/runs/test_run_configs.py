@@ -35,7 +35,7 @@ each_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.ste
 
 
 def load(path, bindings=()):
-    return cli.load_config([path], bindings).config
+    return cli.load_config([path], bindings)
 
 
 @each_model

@@ -30,13 +30,13 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def load(text: str) -> TrainConfig:
     Path("bad.gin").write_text(text)
-    return cli.load_config([Path("bad.gin")]).config
+    return cli.load_config([Path("bad.gin")])
 
 
 # Gin files
 
 
-DYNAMIC = "from __gin__ import dynamic_registration\nfrom amsp_jax import config\n"
+DYNAMIC = "from __gin__ import dynamic_registration\nfrom amsp_jax.run import config\n"
 HOSTILE = {
     "import": "import marks\n",
     "import of a submodule": "import os.path\n",
@@ -81,7 +81,7 @@ def test_a_config_imports_and_calls_nothing(what: str, tmp_path: Path, monkeypat
 def test_a_flag_is_a_value(flag: str) -> None:
     line = cli.parse_command_line([f"--gin.{flag}"])
     try:
-        config = cli.load_config(line.gin_files, line.bindings).config
+        config = cli.load_config(line.gin_files, line.bindings)
     except UserError:
         return
     assert config.run_dir == flag.removeprefix("RUN_DIR=")
@@ -121,11 +121,8 @@ def test_our_own_configs_are_harmless() -> None:
 
 
 def test_the_config_that_a_run_keeps_can_be_read_again() -> None:
-    loaded = cli.load_config(
-        [Path(cli.QUICKSTART) if Path(cli.QUICKSTART).exists() else cli.find_gin_file(cli.QUICKSTART)]
-    )
-    for text in (loaded.config_gin, loaded.operative_config_gin):
-        assert load(text) == loaded.config
+    config = cli.load_config([cli.find_gin_file(cli.QUICKSTART)])
+    assert load(cli.gin_text(config)) == config
 
 
 # Pickles
@@ -185,7 +182,7 @@ def test_a_pickle_in_place_of_a_checkpoints_file_is_damage() -> None:
 
 
 def config(run_dir: str) -> TrainConfig:
-    return cli.load_config([], [f"RUN_DIR = {run_dir!r}"]).config
+    return cli.load_config([], [f"RUN_DIR = {run_dir!r}"])
 
 
 @pytest.mark.parametrize("name", ["run.json", "config.gin", ".lock", "metrics.jsonl", "loss.png"])
@@ -229,8 +226,8 @@ def test_checkpoints_may_lie_on_another_disk() -> None:
 
 @pytest.mark.parametrize("model", ["../../x", "/etc/passwd", "llama-tiny/../x"])
 def test_a_models_name_is_no_path(model: str) -> None:
-    with pytest.raises(UserError, match="MODEL"):
-        cli.build_model(cli.load_config([], [f"MODEL = {model!r}"]).config)
+    with pytest.raises(UserError, match="model="):
+        cli.build_model(cli.load_config([], [f"MODEL = {model!r}"]))
 
 
 def test_a_cluster_file_is_not_written_through_a_link() -> None:

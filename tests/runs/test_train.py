@@ -107,7 +107,7 @@ def test_a_run_leaves_what_it_should(finished: Finished) -> None:
     validation = read_rows(finished.path / "validation.jsonl")
     assert [row["step"] for row in validation] == [0, 5, 10]
     assert validation[-1]["loss"] < validation[0]["loss"]
-    files = ("config.gin", "operative_config.gin", "plan.txt", "environment.json", "tokenizer.json", "loss.png")
+    files = ("config.gin", "plan.txt", "environment.json", "tokenizer.json", "loss.png")
     assert all((finished.path / name).stat().st_size > 0 for name in files)
     assert sorted(p.name for p in (finished.path / "checkpoints").iterdir()) == ["10", "5"]
     assert json.loads((finished.path / "environment.json").read_text())["num_devices"] == 8
@@ -150,7 +150,7 @@ def test_a_resumed_run_is_the_same_run(corpus: Path, finished: Finished, capsys:
 def test_a_finished_run_has_nothing_to_do(corpus: Path, finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
     before = (finished.path / "metrics.jsonl").read_text()
     run(corpus, finished.path)
-    assert "is at step 10 already: nothing to do until STEPS is more than 10" in capsys.readouterr().out
+    assert "is at step 10 already: nothing to do; raise STEPS=10 to train on" in capsys.readouterr().out
     assert (finished.path / "metrics.jsonl").read_text() == before
 
 
@@ -163,7 +163,7 @@ def test_other_steps_are_a_note(
     monkeypatch.setattr(trainer, "_finish", lambda *args: None)
     run(corpus, "run", "--gin.STEPS=12", strategy="zero1")
     out = capsys.readouterr().out
-    assert "STEPS was 10 and is 12: the learning rate now follows the new schedule" in out
+    assert "STEPS=10 before, STEPS=12 now: the learning rate follows the new schedule" in out
     assert f"saved under '{STRATEGY}' on 2 nodes x 4 data ranks" in out
 
 
@@ -171,11 +171,14 @@ def test_other_steps_are_a_note(
     ("flags", "told"),
     [
         ([], []),
-        (["REDUCE_DTYPE=bfloat16"], ["REDUCE_DTYPE was float32 and is bfloat16"]),
-        ([LOSS_IN_CHUNKS], ["MODEL_OVERRIDES['loss_chunks'] was not set and is 4"]),
+        (["REDUCE_DTYPE=bfloat16"], ["REDUCE_DTYPE=float32 before, REDUCE_DTYPE=bfloat16 now"]),
+        ([LOSS_IN_CHUNKS], ["MODEL_OVERRIDES['loss_chunks']=None before, MODEL_OVERRIDES['loss_chunks']=4 now"]),
         (
             ["INTER_NODE_DTYPE=bfloat16", "MICROBATCH=1", "MICROBATCH_GROUP=2"],
-            ["INTER_NODE_DTYPE was not set and is bfloat16", "MICROBATCH_GROUP was 1 and is 2"],
+            [
+                "INTER_NODE_DTYPE=None before, INTER_NODE_DTYPE=bfloat16 now",
+                "MICROBATCH_GROUP=1 before, MICROBATCH_GROUP=2 now",
+            ],
         ),
     ],
 )

@@ -25,9 +25,9 @@ def test_batch_shape() -> None:
 @pytest.mark.parametrize(
     ("global_batch", "microbatch", "message"),
     [
-        (60, 2, "GLOBAL_BATCH=60 is not a multiple of MICROBATCH=2 x 8 .* = 16; GLOBAL_BATCH=48 or 64 would do$"),
-        (24, 2, "GLOBAL_BATCH=16 or 32 would do, or MICROBATCH=1 or 3$"),
-        (4, 1, "GLOBAL_BATCH=8 would do$"),
+        (60, 2, "global_batch=60 is not a multiple of microbatch=2 x 8 .* = 16; global_batch=48 or 64 would do$"),
+        (24, 2, "global_batch=16 or 32 would do, or microbatch=1 or 3$"),
+        (4, 1, "global_batch=8 would do$"),
     ],
 )
 def test_a_batch_that_does_not_divide_says_which_would(global_batch: int, microbatch: int, message: str) -> None:

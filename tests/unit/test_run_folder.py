@@ -14,7 +14,7 @@ from amsp_jax.run.run_folder import find_run_folder
 
 def config(run_dir: str | None) -> TrainConfig:
     bindings = [] if run_dir is None else [f"RUN_DIR = {run_dir!r}"]
-    return cli.load_config([], bindings).config
+    return cli.load_config([], bindings)
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def test_looking_writes_nothing() -> None:
 def test_a_second_command_is_kept_out_until_the_first_ends() -> None:
     with find_run_folder(config("run")).claimed(config("run")) as folder:
         assert folder.path == Path("run")
-        with pytest.raises(UserError, match="RUN_DIR=run is in use: another command trains there"):
+        with pytest.raises(UserError, match="run_dir=run is in use: another command trains there"):
             find_run_folder(config("run"))
     again = find_run_folder(config("run"))
     assert again.is_same_run

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     layout = launch.setup()
     model = cli.build_model(config, layout.devices[0]).model
     if model.logits is None:
-        raise UserError(f"MODEL={config.model} gives no logits to draw from")
+        raise UserError(f"model={config.model} gives no logits to draw from")
     plan = make_plan(_STRATEGY, model.abstract_params(), data_ranks(layout), layout.devices, config.compute_dtype)
     with contextlib.closing(checkpointer):
         params = checkpointer.restore(step, *params_alone(model, plan))["params"]
@@ -70,7 +70,7 @@ def _config_of(run_dir: Path) -> TrainConfig:
     file = run_dir / CONFIG_FILE
     if not file.is_file():
         raise UserError(f"{run_dir} is no run folder: it has no {CONFIG_FILE}; name one that train.py wrote")
-    return cli.load_config([file]).config
+    return cli.load_config([file])
 
 
 def _tokenizer_of(run_dir: Path) -> Tokenizer:

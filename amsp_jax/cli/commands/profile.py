@@ -115,7 +115,7 @@ def _report(job: Job, captured: Captured, folder: Path) -> dict[str, Any]:
 def _job(args: argparse.Namespace) -> tuple[Job, list[str]]:
     """As `train.py` makes it of the same settings, and lines on its choices."""
     files = [cli.find_gin_file(name) for name in args.gin_file or [cli.QUICKSTART]]
-    config = cli.load_config(files, [cli.binding(flag) for flag in args.settings]).config
+    config = cli.load_config(files, [cli.binding(flag) for flag in args.settings])
     if not config.is_auto:
         parse(config.strategy)
     cli.build_model(config)

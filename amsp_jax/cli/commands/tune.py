@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
     if not 0 <= args.warmup < args.steps:
         raise UserError(f"--warmup {args.warmup}: it is at least 0 and below --steps {args.steps}")
     files = [cli.find_gin_file(name) for name in args.gin_file or [cli.QUICKSTART]]
-    config = cli.load_config(files, [cli.binding(flag) for flag in args.settings]).config
+    config = cli.load_config(files, [cli.binding(flag) for flag in args.settings])
     grounds = _grounds(args, config)
     space = search_space(args.search, grounds, context=config.context, microbatch_group=config.microbatch_group)
     with _stop_requests() as stopped:
@@ -229,7 +229,7 @@ def _first(config: TrainConfig, grounds: Grounds, space: SearchSpace, expected: 
 
 def _identity(args: argparse.Namespace, config: TrainConfig, grounds: Grounds, space: SearchSpace) -> Mapping[str, Any]:
     """What must not change within a study."""
-    free = {*map(str.upper, DIMENSIONS), *_BARE, "RUN_DIR"}
+    free = {*DIMENSIONS, *map(str.lower, _BARE), "run_dir"}
     settings = {name: text for name, text in config.settings().items() if name not in free}
     search = {f"--search {name}": list(values) for name, values in space.values.items()}
     timed = {"--steps": args.steps, "--warmup": args.warmup}

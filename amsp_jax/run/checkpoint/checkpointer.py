@@ -335,7 +335,7 @@ class Checkpointer:
     def _not_usable(self, step: int, why: str) -> UserError:
         older = [s for s in self.steps() if s < step]
         advice = (
-            f"Training goes on from step {max(older)} with ON_DAMAGED='previous'."
+            f"Training goes on from step {max(older)} with on_damaged='previous'."
             if older
             else "There is no older one."
         )
@@ -349,14 +349,14 @@ class Checkpointer:
             raise UserError(
                 f"checkpoint {self._folder(step)} is of another model or optimizer: {' and '.join(parts)} "
                 f"({len(saved)} leaves there, {len(wanted)} in this run). Use the model and optimizer that wrote it, "
-                "or another RUN_DIR."
+                "or another run folder."
             )
 
     def _require_same_kind(self, step: int, path: str, saved: Kind, wanted: Kind) -> None:
         if saved != wanted:
             raise UserError(
                 f"checkpoint {self._folder(step)} does not fit: {path} is {saved} there and {wanted} in this run. "
-                "Use the model and optimizer that wrote it, or another RUN_DIR."
+                "Use the model and optimizer that wrote it, or another run folder."
             )
 
     @contextlib.contextmanager
@@ -366,7 +366,7 @@ class Checkpointer:
         except OSError as error:
             raise UserError(
                 f"checkpoint folder {self.directory} cannot be read: {_first_line(error)}. Bring it back, or set "
-                "another RUN_DIR."
+                "another run folder."
             ) from error
 
     @contextlib.contextmanager
@@ -390,7 +390,7 @@ class Checkpointer:
                 self._manager.reload()
             raise UserError(
                 f"a checkpoint in {self.directory} could not be written: {_first_line(error)}. "
-                "Make room or set another RUN_DIR; the complete checkpoints are untouched."
+                "Make room or choose another run folder; the complete checkpoints are untouched."
             ) from error
 
 
@@ -402,7 +402,7 @@ def _require_writable(directory: pathlib.Path) -> None:
             pass
     except OSError as error:
         raise UserError(
-            f"checkpoint folder {directory} cannot be written: {_first_line(error)}. Set RUN_DIR to a folder you own."
+            f"checkpoint folder {directory} cannot be written: {_first_line(error)}. Set run_dir to a folder you own."
         ) from error
 
 

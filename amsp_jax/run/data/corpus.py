@@ -143,7 +143,7 @@ def _check_end(end_of_document: int | None, vocab_size: int) -> None:
 def _refuse_skip(data: str, on_corrupt: OnCorrupt) -> None:
     if on_corrupt == "skip":
         raise UserError(
-            f"CORRUPT_RECORDS='skip' is for text, but {data!r} holds token ids, of which one outside the vocabulary is "
+            f"corrupt_records='skip' is for text, but {data!r} holds token ids, of which one outside the vocabulary is "
             "always an error. Leave it out."
         )
 

@@ -198,7 +198,7 @@ def _whole_text(path: Path, left_out: Callable[[str], None] | None) -> Iterator[
         if left_out is None:
             raise UserError(
                 f"data file {path} begins as UTF-8 text but {what}. Convert it to UTF-8, take it out, or leave such "
-                "files out by CORRUPT_RECORDS='skip'."
+                "files out by corrupt_records='skip'."
             ) from error
         left_out(f"{path}: not UTF-8: {what}")
         return
@@ -258,7 +258,7 @@ def _records(path: Path, left_out: Callable[[str], None] | None) -> Iterator[str
     if num_corrupt and left_out is None:
         raise UserError(
             f"{first}. {num_corrupt} of {num_records} records are corrupt; every line must be a JSON object with a "
-            'string "text", as {"text": "..."}. Correct or remove them, or leave them out by CORRUPT_RECORDS=\'skip\'.'
+            'string "text", as {"text": "..."}. Correct or remove them, or leave them out by corrupt_records=\'skip\'.'
         )
 
 

@@ -172,7 +172,7 @@ def _compare(mine: Facts, other: Facts, present: Mapping[int, Facts]) -> str | N
         ours, theirs = mine.settings.get(name), other.settings.get(name)
         if ours != theirs:
             return (
-                f"processes disagree: {name} is {ours} in process 0 on {mine.host} and {theirs} in process "
+                f"processes disagree: {name}={ours} in process 0 on {mine.host} and {name}={theirs} in process "
                 f"{other.index} on {other.host}. Start all alike."
             )
     return None
