@@ -361,7 +361,7 @@ def test_only_floating_point_arrays_are_sent():
 def test_sends_travel_while_stages_compute():
     """Compiled for absent GPUs, in a process of its own: XLA reads its flags once, and the tests' are for the CPU."""
     code = "import test_pipeline; test_pipeline.check_that_sends_are_asynchronous()"
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "compiled")))
     environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -172,7 +172,7 @@ def test_two_processes_get_the_same_answer():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "compiled")))
     environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     command = [sys.executable, "-c", textwrap.dedent(CHILD), address]
     children = [

@@ -328,7 +328,7 @@ POINTS = ["while writing", "while measuring", "before the manifest", "after the 
 
 
 def start(folder: pathlib.Path, point: str) -> subprocess.Popen:
-    command = [sys.executable, "-c", KILLED, str(folder), point, str(ROOT / "tests"), str(ROOT)]
+    command = [sys.executable, "-c", KILLED, str(folder), point, str(ROOT / "tests" / "runs"), str(ROOT / "tests")]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -414,7 +414,7 @@ def test_restoring_needs_the_state_and_a_bound(tmp_path, num_devices):
     )
     checkpointer.close()
     command = [sys.executable, "-c", PEAK, str(tmp_path), str(bound_bytes), str(num_devices)]
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "XLA_FLAGS": ""}
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'runs'}", "XLA_FLAGS": ""}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     peak_bytes = int(done.stdout)
