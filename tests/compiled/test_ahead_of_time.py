@@ -43,7 +43,10 @@ def test_targets_are_understood(target):
 @needs_plugin
 def test_the_compiler_needs_no_cuda():
     """In a process of its own, as the tests' is on the CPU anyway."""
-    code = "from amsp_jax.compile import ahead_of_time as absent; absent.stay_off_devices(); print(len(absent.devices('h200', 2, 8)))"
+    code = (
+        "from amsp_jax.compile import ahead_of_time\n"
+        "ahead_of_time.stay_off_devices(); print(len(ahead_of_time.devices('h200', 2, 8)))"
+    )
     environment = {**os.environ, "JAX_PLATFORMS": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "16\n"

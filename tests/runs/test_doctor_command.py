@@ -135,8 +135,8 @@ def test_a_process_that_does_not_report():
 
 
 def start(index, address, *arguments, patch=""):
-    code = f"import sys, time; from amsp_jax.cli import doctor; from amsp_jax.runtime import launch; from amsp_jax.__main__ import main; {patch}\n"
-    code += "launch.end_process(main(sys.argv[1:]))"
+    code = "import sys, time\nfrom amsp_jax.cli import doctor\nfrom amsp_jax.runtime import launch\n"
+    code += f"from amsp_jax.__main__ import main\n{patch}\nlaunch.end_process(main(sys.argv[1:]))"
     place = ["--coordinator", address, "--num-processes", "2", "--process-id", str(index)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", code, "doctor", *place, *arguments]
