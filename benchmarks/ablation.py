@@ -75,8 +75,8 @@ PARTS = (
     Part(name="reductions beside the last backward", peel_last=True),
     Part(name="gathers beside the first forward", peel_first=True, peel_last=True),
 )
-BREADTH_FIRST = Part(name="a group of all microbatches", peel_first=True, peel_last=True, is_grouped=True)
-NARROWER = dataclasses.replace(BREADTH_FIRST, name="bf16 gradients between nodes", inter_node_dtype="bfloat16")
+GROUPED = Part(name="a group of all microbatches", peel_first=True, peel_last=True, is_grouped=True)
+NARROWER = dataclasses.replace(GROUPED, name="bf16 gradients between nodes", inter_node_dtype="bfloat16")
 """No overlap, but less to hide: where gradients are sharded over nodes."""
 
 
@@ -113,7 +113,7 @@ def parts_of(plan: Plan, accumulation: int) -> Sequence[Part]:
     axes = plan.axes
     parts = PARTS if axes.grad or axes.opt or axes.replica else PARTS[:2]
     is_sharded = any(level(axis) == "inter" for axis in axes.param + axes.grad + axes.opt)
-    return [*parts, *([BREADTH_FIRST] if accumulation > 1 else []), *([NARROWER] if is_sharded else [])]
+    return [*parts, *([GROUPED] if accumulation > 1 else []), *([NARROWER] if is_sharded else [])]
 
 
 def measured(layout: launch.Layout, ranks: DataRanks, size: Size, strategy: str, args: argparse.Namespace) -> list[Row]:

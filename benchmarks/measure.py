@@ -293,7 +293,7 @@ def measured(
     num_steps: int,
     most_s: float,
     inter_node_dtype: str | None = None,
-    group: int = 1,
+    microbatch_group: int = 1,
 ) -> Row:
     """Compiles a step and runs it: what is measured, or an error where it needs too much memory.
 
@@ -303,16 +303,16 @@ def measured(
       strategy: in any form.
       accumulation: microbatches of a step.
       num_warmup, num_steps, most_s: as `time_steps` has them.
-      inter_node_dtype, group: as in `StepSettings`.
+      inter_node_dtype, microbatch_group: as in `StepSettings`.
     """
     begin, ranks = time.monotonic(), DataRanks(layout.devices_per_node, layout.num_nodes)
-    settings = StepSettings(inter_node_dtype=inter_node_dtype, group=group)
+    settings = StepSettings(inter_node_dtype=inter_node_dtype, group=microbatch_group)
     model, attention = model_on(layout, size)
     plan = make_plan(strategy, model.abstract_params(), ranks, layout.devices, COMPUTE_DTYPE)
     options, shape = compiler_options(layout, model, plan, settings), size.shape(accumulation, ranks)
     compiled = compile_step(model, plan, settings, shape, options)
     row = {"accumulation": accumulation, **surroundings(layout, size, attention, options), **compiled.row()}
-    row |= {"inter_node_dtype": inter_node_dtype, "group": group}
+    row |= {"inter_node_dtype": inter_node_dtype, "microbatch_group": microbatch_group}
     row["earlier_peak_bytes"] = row["peak_bytes"] = peak_bytes()
     if layout.platform != "cpu" and row["compiled_bytes"]["total"] > layout.memory_bytes:
         return row | {"error": "needs more memory than a device has", "wall_s": round(time.monotonic() - begin, 1)}

@@ -1,4 +1,4 @@
-"""Peak memory as `cost.memory` predicts it, beside what XLA:GPU compiles the same step to, for GPUs that are not there.
+"""Peak memory as `cost.memory` predicts it, beside what XLA:GPU compiles the same step to, for target devices.
 
     python benchmarks/memory.py --compile_for h200 --results memory.jsonl
 
@@ -24,14 +24,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import jax.numpy as jnp
 
 from amsp_jax.cli import settings as cli
-from amsp_jax.compile import ahead_of_time as absent
+from amsp_jax.compile import ahead_of_time
 from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.plan import make_plan
 from amsp_jax.engine.train_step import StepSettings
 from amsp_jax.models.registry import build_model
-from amsp_jax.predict.cost import group_memory, memory
-from amsp_jax.predict.cost.sketch import Sketch
+from amsp_jax.predict.cost import memory, microbatch_group_memory
+from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
 from amsp_jax.predict.cost.trace import ModelTrace, trace_model
 from amsp_jax.strategy import DataRanks
 
@@ -53,7 +53,7 @@ class Setting:
     reduce_dtype: str = "float32"
     vocab_size: int = 0
     loss_chunks: int = 1
-    group: int = 1
+    microbatch_group: int = 1
     is_tied: bool = False
 
     @property
@@ -82,7 +82,7 @@ class Setting:
             "nodes": self.num_nodes,
             "devices": 4 * self.num_nodes,
             "reduce_dtype": self.reduce_dtype,
-            "group": self.group,
+            "microbatch_group": self.microbatch_group,
         }
 
 
@@ -125,32 +125,32 @@ SETTINGS = [
     *(Setting("llama-7b", 4, "zero3", "projections", 2, 4, 1, "float32", 128000, num_chunks) for num_chunks in (1, 8)),
 ]
 GROUPED = [
-    *(Setting("llama-7b", 8, s, "projections", 1, 4, group=4) for s in ("ddp", "zero1", "zero2", "zero3")),
-    *(Setting("llama-7b", 8, s, "projections", 1, 4, 2, group=4) for s in ("mics", "hpz", MIXED)),
-    Setting("llama-7b", 8, MIXED, "projections", 1, 6, 2, group=2),
-    Setting("llama-7b", 8, "zero1", "projections", 1, 8, group=2),
-    Setting("llama-7b", 8, "zero1", "full", 2, 8, group=4),
-    Setting("llama-7b", 8, "zero1", "none", 1, 2, group=2),
-    Setting("llama-7b", 8, "zero2", "full", 1, 16, group=8),
-    Setting("llama-7b", 8, "zero3", "projections", 1, 4, group=2),
-    Setting("llama-7b", 8, "zero3", "projections", 2, 12, group=4),
-    Setting("llama-7b", 8, "zero3", "full", 1, 8, group=8),
-    Setting("llama-7b", 32, "zero3", "full", 1, 8, group=8),
-    Setting("llama-1b", 16, "zero1", "projections", 2, 4, group=4),
-    Setting("llama-1b", 16, "zero3", "full", 4, 8, group=4),
-    Setting("llama-1b", 16, "mics", "projections", 2, 8, 2, group=2),
-    Setting("llama-1b", 16, "mics", "projections", 2, 6, 2, group=2),
-    Setting("llama-1b", 16, "zero2", "none", 2, 4, group=4),
-    Setting("llama-1b", 16, "zero1", "projections", 2, 4, group=4, is_tied=True),
-    Setting("llama-1b", 16, "zero3", "full", 2, 12, group=4, is_tied=True),
-    Setting("gpt-22b", 4, "zero1", "projections", 1, 4, group=4),
-    Setting("gpt-22b", 4, "zero3", "full", 2, 8, group=4),
+    *(Setting("llama-7b", 8, s, "projections", 1, 4, microbatch_group=4) for s in ("ddp", "zero1", "zero2", "zero3")),
+    *(Setting("llama-7b", 8, s, "projections", 1, 4, 2, microbatch_group=4) for s in ("mics", "hpz", MIXED)),
+    Setting("llama-7b", 8, MIXED, "projections", 1, 6, 2, microbatch_group=2),
+    Setting("llama-7b", 8, "zero1", "projections", 1, 8, microbatch_group=2),
+    Setting("llama-7b", 8, "zero1", "full", 2, 8, microbatch_group=4),
+    Setting("llama-7b", 8, "zero1", "none", 1, 2, microbatch_group=2),
+    Setting("llama-7b", 8, "zero2", "full", 1, 16, microbatch_group=8),
+    Setting("llama-7b", 8, "zero3", "projections", 1, 4, microbatch_group=2),
+    Setting("llama-7b", 8, "zero3", "projections", 2, 12, microbatch_group=4),
+    Setting("llama-7b", 8, "zero3", "full", 1, 8, microbatch_group=8),
+    Setting("llama-7b", 32, "zero3", "full", 1, 8, microbatch_group=8),
+    Setting("llama-1b", 16, "zero1", "projections", 2, 4, microbatch_group=4),
+    Setting("llama-1b", 16, "zero3", "full", 4, 8, microbatch_group=4),
+    Setting("llama-1b", 16, "mics", "projections", 2, 8, 2, microbatch_group=2),
+    Setting("llama-1b", 16, "mics", "projections", 2, 6, 2, microbatch_group=2),
+    Setting("llama-1b", 16, "zero2", "none", 2, 4, microbatch_group=4),
+    Setting("llama-1b", 16, "zero1", "projections", 2, 4, microbatch_group=4, is_tied=True),
+    Setting("llama-1b", 16, "zero3", "full", 2, 12, microbatch_group=4, is_tied=True),
+    Setting("gpt-22b", 4, "zero1", "projections", 1, 4, microbatch_group=4),
+    Setting("gpt-22b", 4, "zero3", "full", 2, 8, microbatch_group=4),
 ]
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--compile_for", choices=absent.TARGETS, help="what to compile for, where results are missing")
+    p.add_argument("--compile_for", choices=ahead_of_time.TARGETS, help="target devices, where results are missing")
     p.add_argument("--results", type=Path, required=True, help="JSON lines, appended to")
     p.add_argument("--python", default=sys.executable, help="an interpreter with jax's CUDA plugin")
     args = p.parse_args()
@@ -190,7 +190,7 @@ def compiled(results: Path) -> dict[Setting, dict[str, Any]]:
 
 def table(rows: dict[Setting, dict[str, Any]], settings: Sequence[Setting], has_groups: bool = False) -> Iterator[str]:
     """Markdown, in the order of the settings; with a column of their groups if it `has_groups`."""
-    head = ["model", "strategy", "nodes", "remat", "microbatch", "microbatches", *["group"] * has_groups]
+    head = ["model", "strategy", "nodes", "remat", "microbatch", "microbatches", *["microbatch_group"] * has_groups]
     head += ["arguments", "compiled", "predicted", "error"]
     yield f"| {' | '.join(head)} |"
     yield "|---" * len(head) + "|"
@@ -207,7 +207,7 @@ def table(rows: dict[Setting, dict[str, Any]], settings: Sequence[Setting], has_
         vocabulary = f", vocabulary {s.vocab_size}, loss_chunks {s.loss_chunks}" if s.vocab_size else ""
         yield (
             f"| {s.model}, {s.num_layers} layers{tied}{vocabulary} | {s.strategy} | {s.num_nodes} | {remat} | "
-            f"{s.microbatch} | {s.accumulation} | {f'{s.group} | ' if has_groups else ''}"
+            f"{s.microbatch} | {s.accumulation} | {f'{s.microbatch_group} | ' if has_groups else ''}"
             f"{arguments:.2f} | {peak:.2f} | {total:.2f} | {total / peak - 1:+.1%} |"
         )
 
@@ -215,21 +215,23 @@ def table(rows: dict[Setting, dict[str, Any]], settings: Sequence[Setting], has_
 def predict(setting: Setting) -> memory.MemoryEstimate:
     """The planner's estimate."""
     overrides = tuple(setting.overrides.items())
-    sketch = sketch_of(setting.model, overrides)
-    plan = make_plan(setting.strategy, sketch.model.abstract_params(), DataRanks(4, setting.num_nodes))
+    distinct = sketch_of(setting.model, overrides)
+    plan = make_plan(setting.strategy, distinct.model.abstract_params(), DataRanks(4, setting.num_nodes))
     optimizer = make_optimizer("adamw", 3e-4, weight_decay=0.1, clip_norm=1.0)
     settings = StepSettings(
-        reduce_dtype=jnp.dtype(setting.reduce_dtype), remat=Remat(setting.remat), group=setting.group
+        reduce_dtype=jnp.dtype(setting.reduce_dtype), remat=Remat(setting.remat), group=setting.microbatch_group
     )
     trace = trace_of(setting.model, overrides, setting.microbatch, setting.seq_len, settings.remat)
-    if setting.group > 1:
-        return group_memory.estimate(sketch, plan, trace, optimizer, settings, setting.accumulation // setting.group)
-    return memory.estimate(sketch, plan, trace, optimizer, settings, setting.accumulation)
+    if setting.microbatch_group > 1:
+        return microbatch_group_memory.estimate(
+            distinct, plan, trace, optimizer, settings, setting.accumulation // setting.microbatch_group
+        )
+    return memory.estimate(distinct, plan, trace, optimizer, settings, setting.accumulation)
 
 
 @functools.cache
-def sketch_of(model: str, overrides: Overrides) -> Sketch:
-    return Sketch.of(build_model(model, dict(overrides), attention="cudnn"))
+def sketch_of(model: str, overrides: Overrides) -> DistinctBlocks:
+    return DistinctBlocks.of(build_model(model, dict(overrides), attention="cudnn"))
 
 
 @functools.cache

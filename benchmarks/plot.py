@@ -71,7 +71,7 @@ def draw_strategies(rows: Sequence[Row], path: Path) -> None:
 
 def label(row: Row) -> str:
     """The strategy's names, its degrees where it has none, and its group of microbatches."""
-    group = row.get("group", 1)
+    group = row.get("microbatch_group", 1)
     return "\n".join([*(row["names"] or [row["strategy"]]), *([f"groups of {group}"] if group > 1 else [])])
 
 

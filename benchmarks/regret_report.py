@@ -100,7 +100,7 @@ def choice(size: Size, accumulation: int, cluster: Cluster, groups: Sequence[int
     scorer = Scorer(workload(size, accumulation, cluster), cluster)
     filled = (degrees for degrees in all_degrees(cluster.ranks) if not degrees.warnings)
     candidates = [
-        Candidate(degrees, size.microbatch, SETTINGS.remat, group=group)
+        Candidate(degrees, size.microbatch, SETTINGS.remat, microbatch_group=group)
         for degrees, group in itertools.product(filled, groups)
         if accumulation % group == 0
     ]

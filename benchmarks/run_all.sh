@@ -63,7 +63,7 @@ strategies() {
 }
 
 groups() {
-  compare groups "${GROUPS_S:-240}" --accumulation 4 8 --group 1 4 8 \
+  compare groups "${GROUPS_S:-240}" --accumulation 4 8 --microbatch-group 1 4 8 \
     --strategy "params=replica grads=node opt_state=full" mics hpz zero1 zero3
 }
 

@@ -30,8 +30,7 @@ import numpy as np
 
 from amsp_jax import StepSettings, abstract_state, make_optimizer, make_train_step
 from amsp_jax.cli import settings as cli
-from amsp_jax.compile import ahead_of_time as absent
-from amsp_jax.compile import hlo
+from amsp_jax.compile import ahead_of_time, hlo
 from amsp_jax.compile.hlo.collectives import operations
 from amsp_jax.compile.hlo.text import parse
 from amsp_jax.engine.blocks import Remat
@@ -51,7 +50,7 @@ class Case:
     """A step and its devices; microbatches of one row, `full` rematerialisation, ZeRO-1 as in the Frontier study.
 
     Attributes:
-      target: `cpu`, or a key of `absent.TARGETS`.
+      target: `cpu`, or a key of `ahead_of_time.TARGETS`.
       overrides: of the model's configuration.
     """
 
@@ -134,7 +133,7 @@ def measure(case: Case, only_lower: bool, hlo_path: Path | None) -> dict[str, An
     row = {"plan_argument_bytes": planned, "num_leaves": len(jax.tree.leaves(plan.leaves)), **clock.seconds}
     if only_lower or not plan_has_devices(plan):
         return row
-    options = {} if case.target == "cpu" else absent.compiler_options(model, plan, settings)
+    options = {} if case.target == "cpu" else ahead_of_time.compiler_options(model, plan, settings)
     compiled = lowered.compile(compiler_options=options)
     clock.lap("compile")
     text = compiled.as_text()
@@ -171,7 +170,7 @@ class Clock:
 def devices_of(case: Case) -> tuple[jax.Device, ...] | None:
     """Simulated or described; None where a CPU cannot simulate as many."""
     if case.target != "cpu":
-        return absent.devices(case.target, case.num_devices // DEVICES_PER_NODE, DEVICES_PER_NODE)
+        return ahead_of_time.target_devices(case.target, case.num_devices // DEVICES_PER_NODE, DEVICES_PER_NODE)
     return tuple(jax.devices()) if case.num_devices <= CPU_LIMIT else None
 
 

@@ -45,13 +45,13 @@ class Setting:
     Attributes:
       accumulation: microbatches of a step.
       strategy: in canonical form.
-      inter_node_dtype, group: as in `StepSettings`.
+      inter_node_dtype, microbatch_group: as in `StepSettings`.
     """
 
     accumulation: int
     strategy: str
     inter_node_dtype: str | None = None
-    group: int = 1
+    microbatch_group: int = 1
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
     launch.from_process_0(lambda: measure.check_file(args.out))
     ranks = DataRanks(layout.devices_per_node, layout.num_nodes)
     size = size_of(args)
-    chosen = launch.from_process_0(lambda: planned(args.cluster, size, args.accumulation, args.group))
+    chosen = launch.from_process_0(lambda: planned(args.cluster, size, args.accumulation, args.microbatch_group))
     names = named(args.strategy, ranks)
     missing = launch.from_process_0(lambda: [vars(s) for s in left(read_rows(args.out), settings(names, chosen, args))])
     end = time.monotonic() + args.budget_s
@@ -71,12 +71,12 @@ def main() -> None:
         strategy, n = setting.strategy, setting.accumulation
         row = measure.measured(
             layout, size, strategy, n, num_warmup=NUM_WARMUP, num_steps=args.steps, most_s=args.most_s,
-            inter_node_dtype=setting.inter_node_dtype, group=setting.group,
+            inter_node_dtype=setting.inter_node_dtype, group=setting.microbatch_group,
         )  # fmt: skip
         row |= {
             "strategy": strategy,
             "names": names.get(strategy, []),
-            "is_choice": chosen.get(str(n)) == [strategy, setting.group],
+            "is_choice": chosen.get(str(n)) == [strategy, setting.microbatch_group],
         }
         if layout.process_index == 0:
             append_row(args.out, row)
@@ -88,7 +88,9 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = make_parser(__doc__, NAMED)
     parser.add_argument("--accumulation", nargs="+", type=int, default=ACCUMULATIONS, help="microbatches of a step")
-    parser.add_argument("--group", nargs="+", type=int, default=(1,), help="of them that go through a block in turn")
+    parser.add_argument(
+        "--microbatch-group", nargs="+", type=int, default=(1,), help="of them that go through a block in turn"
+    )
     parser.add_argument("--cluster", help="a calibrated cluster file: measures the planner's choice, too")
     parser.add_argument(
         "--inter-node-dtype",
@@ -135,19 +137,19 @@ def named(strategies: Sequence[str], ranks: DataRanks) -> dict[str, list[str]]:
 def planned(
     cluster_file: str | None, size: Size, accumulations: Sequence[int], groups: Sequence[int]
 ) -> dict[str, list[Any]]:
-    """By the number of microbatches, as text, the planner's choice: a strategy and a group; none without a cluster."""
+    """The planner's choice of strategy and microbatch group by the number of microbatches; empty without a cluster."""
     if cluster_file is None:
         return {}
     cluster = load_cluster(cluster_file)
     found = {str(n): choice(size, n, cluster, groups) for n in accumulations}
-    return {n: [str(candidate.degrees), candidate.group] for n, candidate in found.items()}
+    return {n: [str(candidate.degrees), candidate.microbatch_group] for n, candidate in found.items()}
 
 
 def settings(names: dict[str, list[str]], chosen: dict[str, list[Any]], args: argparse.Namespace) -> Iterator[Setting]:
     """The planner's choice first: it is what the others are compared with."""
     for n in args.accumulation:
         first = [tuple(chosen[str(n)])] if chosen else []
-        others = [(strategy, group) for group in args.group if n % group == 0 for strategy in names]
+        others = [(strategy, group) for group in args.microbatch_group if n % group == 0 for strategy in names]
         for strategy, group in dict.fromkeys([*first, *others]):
             yield Setting(n, strategy, args.inter_node_dtype if shards_over_nodes(strategy) else None, group)
 
@@ -162,9 +164,10 @@ def shards_over_nodes(strategy: str) -> bool:
 
 def left(rows: Sequence[Row], wanted: Iterator[Setting]) -> list[Setting]:
     """Those without a row."""
-    # Rows of old files say neither a dtype nor a group.
+    # Rows of old files have neither a dtype nor a microbatch group.
     done = {
-        Setting(row["accumulation"], row["strategy"], row.get("inter_node_dtype"), row.get("group", 1)) for row in rows
+        Setting(row["accumulation"], row["strategy"], row.get("inter_node_dtype"), row.get("microbatch_group", 1))
+        for row in rows
     }
     return [setting for setting in wanted if setting not in done]
 
@@ -200,7 +203,7 @@ def report(rows: Sequence[Row]) -> str:
 
 def strategy_cell(row: Row) -> str:
     """With the dtype of gradients between nodes where that is another than float32, and groups of microbatches."""
-    dtype, group = row.get("inter_node_dtype"), row.get("group", 1)
+    dtype, group = row.get("inter_node_dtype"), row.get("microbatch_group", 1)
     words = [row["strategy"], f"{dtype} between nodes" if dtype else "", f"groups of {group}" if group > 1 else ""]
     return ", ".join(filter(None, words))
 

@@ -25,15 +25,14 @@ import jax.numpy as jnp
 import measure
 
 from amsp_jax.cli import settings as cli
-from amsp_jax.compile import ahead_of_time as absent
-from amsp_jax.compile import xla_flags
+from amsp_jax.compile import ahead_of_time, xla_flags
 from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.engine.plan import Plan, plan_model
 from amsp_jax.engine.train_step import Remat, StepSettings
 from amsp_jax.model import Model
 from amsp_jax.models.registry import build_model
 
-_SETTINGS = {"group": "MICROBATCH_GROUP"}
+_SETTINGS = {"microbatch_group": "MICROBATCH_GROUP"}
 """Of train.py, where their names are not those of the flags here."""
 
 
@@ -52,14 +51,14 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--remat", choices=list(map(str, Remat)), default="projections")
     p.add_argument("--no_peel", action="store_true")
     p.add_argument("--attention", default="cudnn")
-    for name in ("tensor", "pipeline", "context", "virtual_stages", "group"):
+    for name in ("tensor", "pipeline", "context", "virtual_stages", "microbatch_group"):
         p.add_argument(f"--{name}", type=count, default=1, help=f"{_SETTINGS.get(name, name.upper())} of train.py")
-    p.add_argument("--schedule", default="1f1b")
+    p.add_argument("--pipeline-schedule", default="1f1b")
     p.add_argument("--steps", type=count, default=20)
     p.add_argument("--warmup", type=int, default=3)
     p.add_argument("--nodes", type=count, default=1, help="logical nodes the devices are split into")
     p.add_argument("--devices", type=int, default=0, help="devices of --compile_for, or simulated on a CPU")
-    p.add_argument("--compile_for", choices=absent.TARGETS, help="compiles only, for GPUs that are not there")
+    p.add_argument("--compile_for", choices=ahead_of_time.TARGETS, help="compiles only, for absent target devices")
     p.add_argument("--xla_flags", default="", help="added to the flags of amsp_jax.compile.xla_flags")
     p.add_argument("--no_default_flags", action="store_true", help="nor its compiler options")
     p.add_argument("--cache", type=Path, help="jax's persistent compilation cache: a second start finds the step in it")
@@ -107,7 +106,9 @@ def main() -> None:
         rank, count = map(int, args.process.split("/"))
         jax.distributed.initialize("127.0.0.1:12399", count, rank, local_device_ids=[rank])
     if args.compile_for:
-        devices: Sequence[jax.Device] = absent.devices(args.compile_for, args.nodes, args.devices // args.nodes)
+        devices: Sequence[jax.Device] = ahead_of_time.target_devices(
+            args.compile_for, args.nodes, args.devices // args.nodes
+        )
     else:
         devices = jax.devices()
     parallel = ModelParallel(tensor=args.tensor, pipeline=args.pipeline, context=args.context)
@@ -117,14 +118,15 @@ def main() -> None:
     settings = StepSettings(
         reduce_dtype=jnp.dtype(args.reduce_dtype), inter_node_dtype=args.inter_node_dtype,
         remat=Remat(args.remat), peel_first=not args.no_peel, peel_last=not args.no_peel,
-        schedule=args.schedule, virtual_stages=args.virtual_stages, group=args.group,
+        schedule=args.pipeline_schedule, virtual_stages=args.virtual_stages, group=args.microbatch_group,
     )  # fmt: skip
     shape = (args.accumulation, args.microbatch * ranks.total, args.seq_len)
     row = {
         "model": args.model, "overrides": args.overrides, "strategy": str(plan.degrees), "seq_len": args.seq_len,
         "microbatch": args.microbatch, "accumulation": args.accumulation, "reduce_dtype": args.reduce_dtype,
         "inter_node_dtype": args.inter_node_dtype, "parallel": str(parallel),
-        "schedule": args.schedule, "virtual_stages": args.virtual_stages, "group": args.group,
+        "pipeline_schedule": args.pipeline_schedule, "virtual_stages": args.virtual_stages,
+        "microbatch_group": args.microbatch_group,
         "remat": args.remat, "peel": not args.no_peel, "devices": len(devices), "nodes": args.nodes,
         "device_kind": devices[0].device_kind, "jax": jax.__version__, "xla_flags": os.environ["XLA_FLAGS"],
     }  # fmt: skip
@@ -144,8 +146,8 @@ def compiled(
     """The program, and what compiling it took. Its tracing is told apart where the devices are there."""
     start = time.perf_counter()
     if args.compile_for:
-        options = absent.compiler_options(model, plan, settings)
-        program = absent.compile_step(model, measure.adamw(), plan, settings, shape)
+        options = ahead_of_time.compiler_options(model, plan, settings)
+        program = ahead_of_time.compile_step(model, measure.adamw(), plan, settings, shape)
         seconds = {"compile_s": round(time.perf_counter() - start, 1)}
     else:
         options = compiler_options(args, model, plan, settings)

@@ -1,15 +1,16 @@
-"""The training step compiled for GPUs that are not there: XLA's own memory, collectives and schedule of it.
+"""Compilation of the training step for target devices: XLA's memory, collectives and schedule without the GPUs.
 
-The compiler of jax's CUDA plugin needs a description of a device, not a device (`targets/`). Compilation is in this
-process and changes no flag or variable of it: all that it needs goes along as compiler options, as the combine
-thresholds do on real GPUs. A child process would only cost its start. Without CUDA's libraries jax loads the plugin
-only if told to stay off the GPUs, which a command does with `stay_off_devices` before jax is used.
+The compiler of jax's CUDA plugin needs a description of a device (`targets/`), not the device. Compilation runs in this
+process and changes no flag and no environment variable of the process: flags and combine thresholds are passed as
+compiler options, as the thresholds are on real GPUs. A child process would only cost its start. Without CUDA's
+libraries jax loads the plugin only if jax itself runs on the CPU, so a command calls `keep_jax_on_cpu` before it uses
+jax.
 
-Only NVIDIA's: AMD's plugin (0.10.2) does not load on a machine without an AMD GPU.
+Only NVIDIA GPUs can be targets: AMD's plugin (0.10.2) does not load on a machine without an AMD GPU.
 
-What differs from the program on real devices: XLA times candidates for each matrix product there. Here nothing can be
-timed, so kernels and their workspaces may differ. Triton's products, which without times would be taken everywhere,
-are off even where a user turns them on.
+The program differs from the program on real devices in one way. On real devices XLA times several kernels for each
+matrix product; here it cannot time any, so kernels and their workspaces may differ. Triton's products are off even
+where a user turns them on, because XLA would choose them everywhere if it cannot time them.
 """
 
 from __future__ import annotations
@@ -33,42 +34,42 @@ from amsp_jax.model import Model
 from amsp_jax.predict.cost.trace import cudnn_assumed
 
 TARGETS = {"a100": r"A[18]00", "h100": r"H[18]00", "h200": r"H200"}
-"""The files of `targets/`, and the names of the devices that each stands for."""
+"""For each file of `targets/` a pattern of the device names that the file describes."""
 
 _UNTIMED = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "False"}
 
 
-def target_of(device_kind: str) -> str:
-    """The key of `TARGETS` for a device as jax, or a cluster, names it.
+def target_name(device_kind: str) -> str:
+    """Finds the key of `TARGETS` for a device name of jax or of a cluster.
 
     Raises:
-      UserError: there is no description of it.
+      UserError: no target describes the device.
     """
     for target, pattern in TARGETS.items():
         if re.search(rf"(?<!\w){pattern}(?!\w)", device_kind, re.IGNORECASE):
             return target
     raise UserError(
-        f"{device_kind}: a step is compiled without the device only for NVIDIA {', '.join(TARGETS).upper()}, and A800 "
-        "and H800 like them; choose a cluster of one of these"
+        f"{device_kind}: target devices are NVIDIA {', '.join(TARGETS).upper()}, A800 and H800; choose a cluster of "
+        "one of these devices"
     )
 
 
-def stay_off_devices() -> None:
-    """Runs jax of this process on the CPU, unless `JAX_PLATFORMS` says otherwise; call it before jax is used."""
+def keep_jax_on_cpu() -> None:
+    """Keeps jax of this process on the CPU unless `JAX_PLATFORMS` is set; must be called before jax is used."""
     if not jax.config.jax_platforms:  # type: ignore[attr-defined]
         jax.config.update("jax_platforms", "cpu")
 
 
-def devices(target: str, num_nodes: int, devices_per_node: int) -> tuple[jax.Device, ...]:
-    """GPUs to compile for, node after node; arrays cannot be put on them.
+def target_devices(target: str, num_nodes: int, devices_per_node: int) -> tuple[jax.Device, ...]:
+    """Target devices to compile for, node after node; arrays cannot be put on them.
 
     Args:
       target: a key of `TARGETS`.
-      num_nodes, devices_per_node: their grid.
+      num_nodes, devices_per_node: the grid of devices.
 
     Raises:
-      UserError: jax has no compiler for them, or does not understand the description; jaxlib does not know a flag of
-        `XLA_FLAGS`.
+      UserError: jax has no compiler for the devices or does not understand the description; jaxlib does not know a
+        flag of `XLA_FLAGS`.
     """
     if users := os.environ.get("XLA_FLAGS", "").split():
         xla_flags.checked([], users)
@@ -78,7 +79,7 @@ def devices(target: str, num_nodes: int, devices_per_node: int) -> tuple[jax.Dev
         found = topologies.get_topology_desc(platform="cuda", target_config=description, topology=topology)
     except NotImplementedError:
         raise UserError(
-            f"compiling for absent {target} needs jax's CUDA plugin, of jax's own version {jax.__version__}, and "
+            f"compiling for the target {target} needs jax's CUDA plugin, of jax's own version {jax.__version__}, and "
             "JAX_PLATFORMS=cpu where CUDA is not installed; the plugin comes with: pip install -e '.[cuda]'"
         ) from None
     except jax.errors.JaxRuntimeError as error:
@@ -92,12 +93,12 @@ def devices(target: str, num_nodes: int, devices_per_node: int) -> tuple[jax.Dev
 def compile_step(
     model: Model, optimizer: optax.GradientTransformation, plan: Plan, settings: StepSettings, shape: tuple[int, ...]
 ) -> jax.stages.Compiled:
-    """The training step, compiled with the flags and thresholds of `train.py`; a user's `XLA_FLAGS` win.
+    """Compiles the training step with the flags and thresholds of `train.py`; a user's `XLA_FLAGS` win.
 
     Args:
       model: built with the attention of the target, cuDNN's where it has it.
       optimizer: any optax transform.
-      plan: made with `devices`.
+      plan: made with `target_devices`.
       settings: how the step computes.
       shape: of the batch's arrays, [microbatches, rows over all ranks, tokens].
 
@@ -114,7 +115,7 @@ def compile_step(
 
 
 def compiler_options(model: Model, plan: Plan, settings: StepSettings) -> dict[str, str]:
-    """What `compile_step` tells XLA."""
+    """The compiler options of `compile_step`: flags, combine thresholds, and no autotuning."""
     ours = xla_flags.as_options(xla_flags.flags("cuda"))
     tensor = plan.parallel.tensor
     ours |= xla_flags.combine_thresholds(model, plan.degrees, plan.compute_dtype, settings.reduction, tensor)

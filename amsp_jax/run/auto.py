@@ -12,7 +12,7 @@ from amsp_jax.errors import UserError
 from amsp_jax.model import Model
 from amsp_jax.predict.calibrate import ProgressLine, calibrated, running_cluster
 from amsp_jax.predict.cluster import CLUSTERS, Cluster, differences, load_cluster
-from amsp_jax.predict.planner import NothingFits, Objective, Space, Workload, nothing_fits, report, search
+from amsp_jax.predict.planner import NothingFits, Objective, Space, Workload, nothing_fits_message, report, search
 from amsp_jax.run.config import TrainConfig
 from amsp_jax.run.job import batch_of, optimizer_of
 from amsp_jax.run.metrics import TRAIN_FILE, read_rows
@@ -120,13 +120,15 @@ def _ranked(config: TrainConfig, model: Model, cluster: Cluster) -> dict:
         pipelines=(config.pipeline,),
         contexts=(config.context,),
         virtual_stages=(config.virtual_stages,),
-        schedule=config.schedule,
-        groups=(config.microbatch_group,),
+        pipeline_schedule=config.schedule,
+        microbatch_groups=(config.microbatch_group,),
     )
     try:
         ranking = search(workload, cluster, space)
     except NothingFits:
-        raise UserError(nothing_fits(workload, cluster, space, Objective.STEP_TIME, cluster.memory_bytes)) from None
+        raise UserError(
+            nothing_fits_message(workload, cluster, space, Objective.STEP_TIME, cluster.memory_bytes)
+        ) from None
     lines = [report.ranking_table(ranking, _TOP), report.rejected_lines(ranking), report.why(ranking)]
     return {
         "strategy": str(ranking.best.candidate.degrees),

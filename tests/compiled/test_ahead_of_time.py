@@ -1,4 +1,4 @@
-"""The real step compiles for GPUs that are not there; who lacks the compiler is told which command installs it."""
+"""The real step compiles for target devices; without the compiler the error names the command that installs it."""
 
 import contextlib
 import io
@@ -14,8 +14,7 @@ from jax.experimental import topologies
 
 from amsp_jax.cli import settings as cli
 from amsp_jax.cli.commands import compile as compile_command
-from amsp_jax.compile import ahead_of_time as absent
-from amsp_jax.compile import hlo, xla_flags
+from amsp_jax.compile import ahead_of_time, hlo, xla_flags
 from amsp_jax.engine.collectives import Reduction
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.plan import make_plan
@@ -28,25 +27,23 @@ MODEL = build_model("llama-tiny", {"num_layers": 2, "hidden": 256, "ffn": 512}, 
 
 
 def tiny_plan(target="h100"):
-    devices = absent.devices(target, 2, 2)
+    devices = ahead_of_time.target_devices(target, 2, 2)
     strategy = "params=2x1 grads=2x1 opt_state=2x2"
     return make_plan(strategy, MODEL.abstract_params(), DataRanks(2, 2), devices)
 
 
 @needs_plugin
-@pytest.mark.parametrize("target", absent.TARGETS)
+@pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 def test_targets_are_understood(target):
-    found = absent.devices(target, 2, 2)
-    assert len(found) == 4 and absent.target_of(found[0].device_kind) == target
+    found = ahead_of_time.target_devices(target, 2, 2)
+    assert len(found) == 4 and ahead_of_time.target_name(found[0].device_kind) == target
 
 
 @needs_plugin
 def test_the_compiler_needs_no_cuda():
     """In a process of its own, as the tests' is on the CPU anyway."""
-    code = (
-        "from amsp_jax.compile import ahead_of_time\n"
-        "ahead_of_time.stay_off_devices(); print(len(ahead_of_time.devices('h200', 2, 8)))"
-    )
+    code = "from amsp_jax.compile.ahead_of_time import keep_jax_on_cpu, target_devices\n"
+    code += "keep_jax_on_cpu(); print(len(target_devices('h200', 2, 8)))"
     environment = {**os.environ, "JAX_PLATFORMS": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "16\n"
@@ -57,7 +54,7 @@ def test_the_compiler_needs_no_cuda():
 def test_a_step_compiles_for_four_absent_gpus():
     plan = tiny_plan()
     optimizer = make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
-    compiled = absent.compile_step(MODEL, optimizer, plan, StepSettings(), (2, 4, 128))
+    compiled = ahead_of_time.compile_step(MODEL, optimizer, plan, StepSettings(), (2, 4, 128))
     state = 3 * 4 * sum(leaf.num_opt_shard for leaf in jax.tree.leaves(plan.leaves))
     assert state < compiled.memory_analysis().argument_size_in_bytes < 1.02 * state
     text = compiled.as_text()
@@ -73,9 +70,9 @@ def test_a_step_compiles_for_four_absent_gpus():
 @apart
 def test_weight_gradients_are_added_up_inside_their_products():
     """Of the blocks' seven matrices, in the loop over microbatches; small products of one input stay apart."""
-    plan = make_plan("zero1", MODEL.abstract_params(), DataRanks(1, 2), absent.devices("h100", 2, 1))
+    plan = make_plan("zero1", MODEL.abstract_params(), DataRanks(1, 2), ahead_of_time.target_devices("h100", 2, 1))
     optimizer = make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
-    text = absent.compile_step(MODEL, optimizer, plan, StepSettings(), (4, 2, 128)).as_text()
+    text = ahead_of_time.compile_step(MODEL, optimizer, plan, StepSettings(), (4, 2, 128)).as_text()
     adding = re.findall(r"= \(f32\[[^)]*\) custom-call.*__cublas.*output_to_operand_aliasing", text)
     assert len(adding) == 7 * len(MODEL.blocks)
 
@@ -84,9 +81,9 @@ def test_weight_gradients_are_added_up_inside_their_products():
 @apart
 def test_a_step_compiles_with_pallas_attention():
     model = build_model("llama-tiny", {"num_layers": 2, "hidden": 256, "num_kv_heads": 2}, attention="pallas")
-    plan = make_plan("zero3", model.abstract_params(), DataRanks(2, 2), absent.devices("a100", 2, 2))
+    plan = make_plan("zero3", model.abstract_params(), DataRanks(2, 2), ahead_of_time.target_devices("a100", 2, 2))
     optimizer = make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
-    text = absent.compile_step(model, optimizer, plan, StepSettings(), (1, 4, 128)).as_text()
+    text = ahead_of_time.compile_step(model, optimizer, plan, StepSettings(), (1, 4, 128)).as_text()
     kernels = re.findall(r'custom-call\(.*custom_call_target="__gpu\$xla.gpu.triton".*', text)
     # Forward is not repeated for the backward pass, which has a kernel before its own.
     assert len(kernels) == 3 * 2 and "__cudnn$fmha" not in text
@@ -98,7 +95,7 @@ def test_thresholds_take_effect_as_options_of_one_compilation():
     plan, optimizer = tiny_plan(), make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
 
     def num_operations():
-        text = absent.compile_step(MODEL, optimizer, plan, StepSettings(), (1, 4, 128)).as_text()
+        text = ahead_of_time.compile_step(MODEL, optimizer, plan, StepSettings(), (1, 4, 128)).as_text()
         return len(hlo.analyse(text))
 
     combined = num_operations()
@@ -112,7 +109,7 @@ def test_thresholds_take_effect_as_options_of_one_compilation():
 def test_options_are_those_of_a_run_and_the_users_win(monkeypatch):
     plan = make_plan("zero3", MODEL.abstract_params(), DataRanks(2, 2))
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_all_gather_combine_threshold_bytes=7")
-    options = absent.compiler_options(MODEL, plan, StepSettings())
+    options = ahead_of_time.compiler_options(MODEL, plan, StepSettings())
     assert options["xla_gpu_enable_latency_hiding_scheduler"] == "True"
     assert options["xla_gpu_autotune_level"] == "0"
     assert "xla_gpu_reduce_scatter_combine_threshold_bytes" in options
@@ -125,7 +122,7 @@ def test_without_the_plugin_the_command_that_installs_it_is_named(monkeypatch):
 
     monkeypatch.setattr(topologies, "get_topology_desc", missing)
     with pytest.raises(UserError, match=r"jax's own version .* pip install -e '\.\[cuda\]'"):
-        absent.devices("h100", 1, 4)
+        ahead_of_time.target_devices("h100", 1, 4)
 
 
 def test_a_description_that_jax_does_not_understand(monkeypatch):
@@ -134,7 +131,7 @@ def test_a_description_that_jax_does_not_understand(monkeypatch):
 
     monkeypatch.setattr(topologies, "get_topology_desc", refuse)
     with pytest.raises(UserError, match="does not understand the description of h200: FAILED_PRECONDITION"):
-        absent.devices("h200", 1, 4)
+        ahead_of_time.target_devices("h200", 1, 4)
 
 
 @pytest.mark.parametrize(
@@ -142,13 +139,13 @@ def test_a_description_that_jax_does_not_understand(monkeypatch):
     [("NVIDIA A800-SXM4-80GB", "a100"), ("A100", "a100"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200")],
 )
 def test_target_of_a_device(kind, target):
-    assert absent.target_of(kind) == target
+    assert ahead_of_time.target_name(kind) == target
 
 
 @pytest.mark.parametrize("kind", ["AMD Instinct MI250X", "Tesla V100-SXM3-32GB", "NVIDIA GH200"])
 def test_devices_without_a_target(kind):
-    with pytest.raises(UserError, match=f"{kind}: a step is compiled without the device only for NVIDIA A100"):
-        absent.target_of(kind)
+    with pytest.raises(UserError, match=f"{kind}: target devices are NVIDIA A100"):
+        ahead_of_time.target_name(kind)
 
 
 def check_command(flags):
@@ -165,7 +162,7 @@ def check_command(flags):
         ("all-gather", "intra_param"), ("reduce-scatter", "intra_param"), ("all-reduce", "inter_replica")
     }  # fmt: skip
     assert all(arrays in (planned, "packed") and size == expected for _, _, arrays, planned, size, expected in rows)
-    assert "for 16 NVIDIA H100" in out and "synchronous" in out
+    assert "for 16 target devices NVIDIA H100" in out and "synchronous" in out
 
 
 @needs_plugin
@@ -181,7 +178,7 @@ def test_the_command_prints_a_group_of_microbatches():
 
 
 def test_the_command_refuses_what_cannot_be_compiled():
-    with pytest.raises(UserError, match="AMD Instinct MI250X: a step is compiled without"):
+    with pytest.raises(UserError, match="AMD Instinct MI250X: target devices are NVIDIA A100"):
         run("compile --model llama-tiny --cluster frontier --strategy zero3 --global-batch 8 --seq-len 128")
     with pytest.raises(UserError, match="--global-batch 9 does not divide by 8 "):
         run("compile --model llama-tiny --cluster h100 --strategy zero3 --global-batch 9 --seq-len 128")

@@ -21,7 +21,7 @@ from amsp_jax.models import flash_attention as flash
 from amsp_jax.models.attention import causal_attention, choose_attention
 from amsp_jax.models.registry import build_model
 from amsp_jax.predict.cluster import named_cluster
-from amsp_jax.predict.cost.sketch import Sketch
+from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
 from amsp_jax.predict.cost.trace import trace_model
 
 interpreted = functools.partial(flash.flash_attention, interpret=True)
@@ -173,7 +173,7 @@ def test_the_planner_counts_pallas_as_cudnns(remat, num_kv_heads):
 
     def block(attention):
         model = build_model("llama-7b", sizes, attention=attention)
-        return trace_model(Sketch.of(model), 1, 256, remat, jnp.bfloat16).blocks[0]
+        return trace_model(DistinctBlocks.of(model), 1, 256, remat, jnp.bfloat16).blocks[0]
 
     pallas, cudnn = block("pallas"), block("cudnn")
     for one, other in ((pallas.forward, cudnn.forward), (pallas.backward, cudnn.backward)):
@@ -264,5 +264,5 @@ def test_overrides_and_the_context_reach_the_choice(monkeypatch):
 )
 def test_the_planner_plans_what_a_run_would_choose(cluster, is_fused):
     model = planned_model("llama-tiny", {"num_layers": 1}, named_cluster(cluster, 1), 128)
-    block = trace_model(Sketch.of(model), 1, 128, Remat.FULL, jnp.bfloat16).blocks[0]
+    block = trace_model(DistinctBlocks.of(model), 1, 128, Remat.FULL, jnp.bfloat16).blocks[0]
     assert (block.forward.attention_flops[0] > 0) == is_fused

@@ -12,9 +12,9 @@ from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.model import Model
 from amsp_jax.models.registry import build_model
 from amsp_jax.predict.cost import compute
+from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
 from amsp_jax.predict.cost.program import flatten, peak_bytes, traffic_bytes
 from amsp_jax.predict.cost.ranks import rank_trace
-from amsp_jax.predict.cost.sketch import Sketch
 from amsp_jax.predict.cost.trace import Matmul, cudnn_assumed, trace_model
 
 ROWS, SEQ = 2, 512
@@ -31,23 +31,23 @@ def build(name, **others):
 
 
 def trace(model, remat=Remat.PROJECTIONS, rows=ROWS):
-    return trace_model(Sketch.of(model), rows, SEQ, remat, jnp.bfloat16)
+    return trace_model(DistinctBlocks.of(model), rows, SEQ, remat, jnp.bfloat16)
 
 
 def test_sketch_holds_each_block_once():
     model = build_model("llama-tiny")
     other = build_model("llama-tiny").blocks[0]
     mixed = Model(name="mixed", head=model.head, blocks=(model.blocks[0], other, model.blocks[0]))
-    sketch = Sketch.of(mixed)
-    assert sketch.model.blocks == (model.blocks[0], other)
-    assert sketch.order == (0, 1, 0)
-    assert sketch.counts == (2, 1)
-    assert len(sketch.model.abstract_params()["blocks"]) == 2
+    distinct = DistinctBlocks.of(mixed)
+    assert distinct.model.blocks == (model.blocks[0], other)
+    assert distinct.order == (0, 1, 0)
+    assert distinct.counts == (2, 1)
+    assert len(distinct.model.abstract_params()["blocks"]) == 2
 
 
 @pytest.mark.parametrize("remat", list(Remat))
 def test_model_flops_are_the_numbers_of_the_model(model, remat):
-    flops = compute.flops(Sketch.of(model), trace(model, remat))
+    flops = compute.flops(DistinctBlocks.of(model), trace(model, remat))
     assert flops.model == model.numbers.flops_per_token(SEQ) * ROWS * SEQ
     recomputes = remat is Remat.FULL
     assert (flops.hardware > flops.model) == recomputes
@@ -89,7 +89,7 @@ def test_head_holds_logits_and_their_cotangents(model):
 def test_a_loss_in_chunks_has_the_same_work_and_one_chunks_logits(tied):
     whole, cut = (build("llama-7b", num_kv_heads=4, tied=tied, loss_chunks=n) for n in (1, 8))
     expected, head = trace(whole).head, trace(cut).head
-    assert compute.flops(Sketch.of(cut), trace(cut)) == compute.flops(Sketch.of(whole), trace(whole))
+    assert compute.flops(DistinctBlocks.of(cut), trace(cut)) == compute.flops(DistinctBlocks.of(whole), trace(whole))
     tokens, hidden, vocab = ROWS * SEQ // 8, SIZES["hidden"], 32000
     logits, dx, dmatrix = (tokens, hidden, vocab), (tokens, vocab, hidden), (hidden, tokens, vocab)
     if tied:
@@ -154,10 +154,11 @@ def test_elementwise_operations_are_fused():
 @pytest.mark.parametrize("name", ["llama-7b", "gpt-22b"])
 def test_a_trace_starts_no_backend(name):
     code = (
-        "import jax.numpy as jnp; from jax._src import xla_bridge; from amsp_jax.predict.cost.sketch import Sketch\n"
+        "import jax.numpy as jnp; from jax._src import xla_bridge\n"
+        "from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks\n"
         "from amsp_jax.predict.cost.trace import trace_model; from amsp_jax.models.registry import build_model\n"
         f"model = build_model({name!r}, attention='cudnn')\n"
-        "trace_model(Sketch.of(model), 1, 512, 'projections', jnp.bfloat16)\n"
+        "trace_model(DistinctBlocks.of(model), 1, 512, 'projections', jnp.bfloat16)\n"
         "assert not xla_bridge._backends"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -14,8 +14,7 @@ from oracle import Run, batches, difference, plan_for
 from test_collectives import lowered
 from test_communication import FLOAT32, parts_of, predicted
 
-from amsp_jax.compile import ahead_of_time as absent
-from amsp_jax.compile import hlo
+from amsp_jax.compile import ahead_of_time, hlo
 from amsp_jax.engine.blocks import Remat, reduction_window
 from amsp_jax.engine.collectives import Reduction
 from amsp_jax.engine.optimizer import make_optimizer
@@ -141,9 +140,9 @@ def test_exchanges_are_asynchronous_on_absent_gpus_and_as_planned():
     """Two nodes of two. XLA starts them as late as it may; what a barrier holds back runs beside products."""
     num_layers = 10
     model = build_model("llama-7b", {"num_layers": num_layers}, attention="cudnn")
-    plan = make_plan(QUICKSTART, model.abstract_params(), TWO_BY_TWO, absent.devices("h100", 2, 2))
+    plan = make_plan(QUICKSTART, model.abstract_params(), TWO_BY_TWO, ahead_of_time.target_devices("h100", 2, 2))
     optimizer = make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
-    program = absent.compile_step(model, optimizer, plan, NARROW, (1, 2 * 4, 4096))
+    program = ahead_of_time.compile_step(model, optimizer, plan, NARROW, (1, 2 * 4, 4096))
     spans = [span for span in hlo.analyse(program.as_text()) if span.kind == EXCHANGE]
     wire = WireDtypes(jnp.dtype(jnp.bfloat16), BF16_WIRE)
     planned = [m.num_bytes for part in parts_of(plan, model) for m in messages(part, wire) if m.kind == EXCHANGE]

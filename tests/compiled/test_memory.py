@@ -14,7 +14,7 @@ from apart import apart, needs_plugin
 from oracle import RANKS, plan_for
 from test_equivalence import MIXED, PRESETS
 
-from amsp_jax.compile import ahead_of_time as absent
+from amsp_jax.compile import ahead_of_time
 from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.optimizer import OPTIMIZERS
 from amsp_jax.engine.plan import make_plan
@@ -22,7 +22,7 @@ from amsp_jax.engine.state import abstract_state
 from amsp_jax.engine.train_step import StepSettings
 from amsp_jax.models.registry import build_model
 from amsp_jax.predict.cost import compute, memory
-from amsp_jax.predict.cost.sketch import Sketch
+from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
 from amsp_jax.predict.cost.trace import trace_model
 from amsp_jax.strategy import DataRanks
 
@@ -38,9 +38,9 @@ def arguments(model, plan, optimizer):
 
 
 def predicted_argument_bytes(model, strategy, optimizer, num_rows):
-    sketch = Sketch.of(model)
+    distinct = DistinctBlocks.of(model)
     batch_bytes = num_rows // RANKS.total * oracle.SEQ * 12
-    return memory.argument_bytes(sketch, plan_for(strategy, sketch.model), optimizer, batch_bytes).argument_bytes
+    return memory.argument_bytes(distinct, plan_for(strategy, distinct.model), optimizer, batch_bytes).argument_bytes
 
 
 def check_arguments(strategy, name):
@@ -70,19 +70,19 @@ def test_argument_bytes_of_every_optimizer_and_strategy(strategy, name):
 
 
 @functools.cache
-def sketch():
-    return Sketch.of(build_model("llama-1b", attention="cudnn"))
+def distinct():
+    return DistinctBlocks.of(build_model("llama-1b", attention="cudnn"))
 
 
 @functools.cache
 def trace(remat, rows):
-    return trace_model(sketch(), rows, 2048, remat, jnp.bfloat16)
+    return trace_model(distinct(), rows, 2048, remat, jnp.bfloat16)
 
 
 def estimate(strategy, remat=Remat.PROJECTIONS, rows=2, accumulation=4, **settings):
-    plan = make_plan(strategy, sketch().model.abstract_params(), RANKS)
+    plan = make_plan(strategy, distinct().model.abstract_params(), RANKS)
     settings = StepSettings(remat=remat, **settings)
-    return memory.estimate(sketch(), plan, trace(remat, rows), oracle.optimizer("adamw"), settings, accumulation)
+    return memory.estimate(distinct(), plan, trace(remat, rows), oracle.optimizer("adamw"), settings, accumulation)
 
 
 def test_states_are_the_plans():
@@ -134,10 +134,10 @@ def test_operands_do_not_wait_where_gradients_are_made_at_once(monkeypatch):
 
 
 def test_an_update_reads_and_writes_the_os_shard():
-    plan = make_plan("zero3", sketch().model.abstract_params(), RANKS)
+    plan = make_plan("zero3", distinct().model.abstract_params(), RANKS)
     # The gradient twice, master and two moments read and written: 4 x (2 + 2 + 4) bytes a value; counters aside.
     values = sketch_num_params() // RANKS.total
-    moved = compute.update_bytes(sketch(), plan, oracle.optimizer("adamw"))
+    moved = compute.update_bytes(distinct(), plan, oracle.optimizer("adamw"))
     assert moved == pytest.approx(32 * values, rel=1e-6)
 
 
@@ -145,16 +145,16 @@ def test_an_update_reads_and_writes_the_os_shard():
 
 
 def predicted_and_compiled_bytes(num_chunks):
-    """The peak of 3 layers of 7B width with a vocabulary of 128000, for 4 H200 that are not there."""
+    """The peak of 3 layers of 7B width with a vocabulary of 128000, for 4 absent H200."""
     overrides = {"num_layers": 3, "vocab_size": 128000, "loss_chunks": num_chunks}
     model = build_model("llama-7b", overrides, attention="cudnn")
     settings, optimizer = StepSettings(reduce_dtype=jnp.bfloat16), oracle.optimizer("adamw")
-    own = Sketch.of(model)
-    plans = [make_plan("zero3", m.abstract_params(), DataRanks(4, 1), absent.devices("h200", 1, 4))
+    own = DistinctBlocks.of(model)
+    plans = [make_plan("zero3", m.abstract_params(), DataRanks(4, 1), ahead_of_time.target_devices("h200", 1, 4))
              for m in (own.model, model)]  # fmt: skip
     whole = trace_model(own, 4, 4096, settings.remat, jnp.bfloat16)
     predicted = memory.estimate(own, plans[0], whole, optimizer, settings, accumulation=1)
-    program = absent.compile_step(model, optimizer, plans[1], settings, (1, 16, 4096)).memory_analysis()
+    program = ahead_of_time.compile_step(model, optimizer, plans[1], settings, (1, 16, 4096)).memory_analysis()
     return predicted.total, program.argument_size_in_bytes + program.temp_size_in_bytes
 
 

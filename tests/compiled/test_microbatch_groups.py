@@ -10,8 +10,7 @@ from apart import apart, needs_plugin
 from oracle import Run, assert_equal_metrics, assert_equal_states, batches, difference, one_device, plan_for
 from test_overlap import GIB, SMALL_BYTES, alone
 
-from amsp_jax.compile import ahead_of_time as absent
-from amsp_jax.compile import hlo
+from amsp_jax.compile import ahead_of_time, hlo
 from amsp_jax.compile.hlo.text import parse
 from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.optimizer import make_optimizer
@@ -162,9 +161,9 @@ def test_what_is_no_group(group, microbatches, stages, message):
 
 def compile_for_h100(strategy, settings, num_layers, num_microbatches):
     model = build_model("llama-7b", {"num_layers": num_layers}, attention="cudnn")
-    plan = make_plan(strategy, model.abstract_params(), TWO_BY_TWO, absent.devices("h100", 2, 2))
+    plan = make_plan(strategy, model.abstract_params(), TWO_BY_TWO, ahead_of_time.target_devices("h100", 2, 2))
     optimizer = make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
-    return absent.compile_step(model, optimizer, plan, settings, (num_microbatches, 4, 4096))
+    return ahead_of_time.compile_step(model, optimizer, plan, settings, (num_microbatches, 4, 4096))
 
 
 def products(program):

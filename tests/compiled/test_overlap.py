@@ -9,8 +9,7 @@ from typing import NamedTuple
 import pytest
 from apart import apart, needs_plugin
 
-from amsp_jax.compile import ahead_of_time as absent
-from amsp_jax.compile import hlo
+from amsp_jax.compile import ahead_of_time, hlo
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.plan import make_plan
 from amsp_jax.engine.train_step import StepSettings
@@ -30,9 +29,11 @@ class Schedule(NamedTuple):
 
 def compile_for_4_h100(strategy, num_layers, num_microbatches, num_rows=2):
     model = build_model("llama-7b", {"num_layers": num_layers}, attention="cudnn")
-    plan = make_plan(strategy, model.abstract_params(), DataRanks(4, 1), absent.devices("h100", 1, 4))
+    plan = make_plan(strategy, model.abstract_params(), DataRanks(4, 1), ahead_of_time.target_devices("h100", 1, 4))
     optimizer = make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
-    compiled = absent.compile_step(model, optimizer, plan, StepSettings(), (num_microbatches, num_rows * 4, 4096))
+    compiled = ahead_of_time.compile_step(
+        model, optimizer, plan, StepSettings(), (num_microbatches, num_rows * 4, 4096)
+    )
     spans = [span for span in hlo.analyse(compiled.as_text()) if span.num_bytes > SMALL_BYTES]
     return Schedule(
         [span for span in spans if span.kind == "all-gather"],

@@ -17,8 +17,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from amsp_jax.compile import ahead_of_time as absent
-from amsp_jax.compile import hlo
+from amsp_jax.compile import ahead_of_time, hlo
 from amsp_jax.engine.blocks import Gather, Remat
 from amsp_jax.engine.collectives import Reduction
 from amsp_jax.engine.optimizer import make_optimizer
@@ -369,10 +368,10 @@ def test_sends_travel_while_stages_compute():
 
 def check_that_sends_are_asynchronous():
     model = build_model("llama-tiny", {"num_layers": 4, "hidden": 256, "ffn": 512}, attention="cudnn")
-    parallel, devices = ModelParallel(pipeline=2), absent.devices("h100", 2, 2)
+    parallel, devices = ModelParallel(pipeline=2), ahead_of_time.target_devices("h100", 2, 2)
     plan = plan_model("zero1", model, DataRanks(2, 1), devices, parallel=parallel)
     optimizer = make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
-    compiled = absent.compile_step(model, optimizer, plan, StepSettings(), (4, 2, 128))
+    compiled = ahead_of_time.compile_step(model, optimizer, plan, StepSettings(), (4, 2, 128))
     body = next(part for part in compiled.as_text().split("\n\n") if part.count(" conditional(") == 2)
     operations = re.findall(r" (collective-permute(?:-start|-done)?|conditional)\(", body)
     half = ["collective-permute-start", "conditional", "collective-permute-done"]

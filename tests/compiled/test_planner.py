@@ -19,7 +19,7 @@ from amsp_jax.predict.planner import (
     Space,
     Workload,
     candidates,
-    nothing_fits,
+    nothing_fits_message,
     report,
     search,
 )
@@ -102,12 +102,12 @@ def test_nothing_fits_says_by_how_much_and_what_would():
     job, cluster = dataclasses.replace(workload("gpt-1t", 8), seq_len=2048), named_cluster("a800", 1)
     with pytest.raises(NothingFits, match="no strategy for gpt-1t fits on 8 NVIDIA A800.*misses [0-9.]+ GiB a device"):
         search(job, cluster, ONE)
-    told = nothing_fits(job, cluster, ONE, Objective.STEP_TIME, cluster.memory_bytes)
+    told = nothing_fits_message(job, cluster, ONE, Objective.STEP_TIME, cluster.memory_bytes)
     assert "GiB too much" in told and ("It fits with" in told or "choose a smaller model" in told)
 
 
 def test_a_batch_that_does_not_divide():
-    with pytest.raises(UserError, match="GLOBAL_BATCH=100 divides by no MICROBATCH of 1 x 128 data ranks"):
+    with pytest.raises(UserError, match="global_batch=100 divides by no microbatch of 1 x 128 data ranks"):
         search(workload(global_batch=100), named_cluster("a800", 16), ONE)
 
 

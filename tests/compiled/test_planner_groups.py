@@ -27,7 +27,7 @@ from amsp_jax.predict.planner import (
     Reason,
     Scorer,
     Space,
-    nothing_fits,
+    nothing_fits_message,
     report,
     search,
 )
@@ -162,7 +162,7 @@ def test_busy_and_waiting_add_up(rounds):
 
 
 def point(strategy, group, ranks=RANKS, **fields):
-    return Candidate(parse(strategy).resolve(ranks), 1, Remat.PROJECTIONS, group=group, **fields)
+    return Candidate(parse(strategy).resolve(ranks), 1, Remat.PROJECTIONS, microbatch_group=group, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -203,13 +203,13 @@ def test_messages_and_bounds_agree_with_the_timeline(scorer, strategy, group):
 def test_beside_loops_a_group_computes_what_microbatches_do(scorer, strategy):
     """And adds as many gradients as there are groups after the first."""
     points = [point(strategy, group, FOUR_NODES) for group in (1, 2, 4, 8)]
-    loops_s = [0.0, *(scorer.group_cost(candidate).seconds for candidate in points[1:])]
+    loops_s = [0.0, *(scorer.microbatch_group_cost(candidate).seconds for candidate in points[1:])]
     others = [scorer.compute_s(candidate) - seconds for candidate, seconds in zip(points, loops_s, strict=True)]
     once = others[2] - others[3]
     assert once > 0 and min(loops_s[1:]) > 0
     assert [others[0] - others[1], others[1] - others[2]] == pytest.approx([4 * once, 2 * once])
-    assert scorer.group_cost(points[0]) is None
-    assert scorer.group_cost(points[3]).ungrouped == scorer.memory(points[0])
+    assert scorer.microbatch_group_cost(points[0]) is None
+    assert scorer.microbatch_group_cost(points[3]).ungrouped == scorer.memory(points[0])
 
 
 def test_tensor_messages_are_each_microbatchs(scorer):
@@ -223,54 +223,66 @@ def test_tensor_messages_are_each_microbatchs(scorer):
 
 def test_groups_are_searched_and_those_that_do_not_divide_are_rejected():
     job, cluster = workload(global_batch=64, num_layers=8), named_cluster("h100", 2)
-    space = dataclasses.replace(ONE, groups=(1, 2, 3, 4, 8))
+    space = dataclasses.replace(ONE, microbatch_groups=(1, 2, 3, 4, 8))
     ranking, alone = search(job, cluster, space), search(job, cluster, ONE)
-    assert {e.candidate.group for e in ranking.ranked} == {1, 2, 4}
-    refused = {r.candidate.group for r in ranking.rejected if r.reason is Reason.GROUP}
+    assert {e.candidate.microbatch_group for e in ranking.ranked} == {1, 2, 4}
+    refused = {r.candidate.microbatch_group for r in ranking.rejected if r.reason is Reason.MICROBATCH_GROUP}
     assert refused == {3, 8} and ranking.best.step_s <= alone.best.step_s
-    without = [e for e in ranking.ranked if e.candidate.group == 1]
+    without = [e for e in ranking.ranked if e.candidate.microbatch_group == 1]
     assert [(e.candidate, e.step_s, e.memory) for e in without] == [
         (e.candidate, e.step_s, e.memory) for e in alone.ranked
     ]
     assert "group" in report.ranking_table(ranking, 3) and "group" not in report.ranking_table(alone, 3)
-    assert str(Reason.GROUP) in report.rejected_lines(ranking)
+    assert str(Reason.MICROBATCH_GROUP) in report.rejected_lines(ranking)
     told = json.loads(json.dumps(report.as_json(ranking)))
-    assert {entry["group"] for entry in told["ranked"]} == {1, 2, 4}
+    assert {entry["microbatch_group"] for entry in told["ranked"]} == {1, 2, 4}
 
 
 def test_a_cut_models_groups_are_searched_as_if_each_point_were():
     """Of stages there are none."""
     job, cluster = workload(global_batch=64, num_layers=8), named_cluster("h100", 2)
-    space = Space(microbatches=(1,), remats=(Remat.FULL,), groups=(1, 3, 4), tensors=(1, 2), pipelines=(1, 2))
+    space = Space(
+        microbatches=(1,), remats=(Remat.FULL,), microbatch_groups=(1, 3, 4), tensors=(1, 2), pipelines=(1, 2)
+    )
     ranking = search(job, cluster, space, num_exact=10_000)
-    found = {(e.candidate.parallel.pipeline, e.candidate.parallel.tensor, e.candidate.group) for e in ranking.ranked}
+    found = {
+        (e.candidate.parallel.pipeline, e.candidate.parallel.tensor, e.candidate.microbatch_group)
+        for e in ranking.ranked
+    }
     assert found == {(p, t, g) for p in (1, 2) for t in (1, 2) for g in (1, 4) if g == 1 or p == 1}
-    assert ranking.not_scored[Reason.GROUP] > 0
+    assert ranking.not_scored[Reason.MICROBATCH_GROUP] > 0
     first = search(job, cluster, space, num_exact=3).ranked[:3]
     assert [e.step_s for e in first] == [e.step_s for e in ranking.ranked[:3]]
 
 
 def test_a_group_that_divides_nothing_is_an_error():
-    with pytest.raises(UserError, match="MICROBATCH_GROUP of 3; with MICROBATCH_GROUP=1 every one does"):
-        search(workload(global_batch=64, num_layers=2), named_cluster("h100", 2), dataclasses.replace(ONE, groups=(3,)))
+    with pytest.raises(UserError, match="microbatch_group of 3; use microbatch_group=1"):
+        search(
+            workload(global_batch=64, num_layers=2),
+            named_cluster("h100", 2),
+            dataclasses.replace(ONE, microbatch_groups=(3,)),
+        )
 
 
 def test_the_papers_objective_knows_no_groups():
     with pytest.raises(UserError, match="objective paper knows no groups"):
         search(
-            workload(global_batch=64), named_cluster("h100", 2), dataclasses.replace(ONE, groups=(2,)), Objective.PAPER
+            workload(global_batch=64),
+            named_cluster("h100", 2),
+            dataclasses.replace(ONE, microbatch_groups=(2,)),
+            Objective.PAPER,
         )
 
 
 def test_where_a_group_does_not_fit_none_may():
     job, cluster = workload(global_batch=16), named_cluster("a100", 1)
-    space, limit = dataclasses.replace(ONE, groups=(2,)), 27 * 2**30
+    space, limit = dataclasses.replace(ONE, microbatch_groups=(2,)), 27 * 2**30
     with pytest.raises(NothingFits):
         search(job, cluster, space, memory_bytes=limit)
-    assert "--microbatch-group 1" in nothing_fits(job, cluster, space, Objective.STEP_TIME, limit)
+    assert "--microbatch-group 1" in nothing_fits_message(job, cluster, space, Objective.STEP_TIME, limit)
 
 
 @pytest.mark.parametrize("wrong", [(), (0,), (True,)])
 def test_groups_of_a_space_count_from_one(wrong):
     with pytest.raises(UserError, match="Space"):
-        dataclasses.replace(ONE, groups=wrong)
+        dataclasses.replace(ONE, microbatch_groups=wrong)

@@ -34,7 +34,7 @@ from amsp_jax.predict.cost.timeline import PartTimes
 from amsp_jax.predict.cost.trace import extrapolated
 from amsp_jax.predict.planner import Candidate, Objective, Reason, Scorer, Space, Workload, search
 from amsp_jax.predict.planner.bounds import Bounds
-from amsp_jax.predict.planner.candidates import groups, layouts
+from amsp_jax.predict.planner.candidates import families, model_cuts
 from amsp_jax.strategy import DataRanks, Degree, all_degrees, parse
 
 SMALL = {"num_layers": 8, "hidden": 2048, "ffn": 8192, "num_heads": 16, "max_seq_len": 2048}
@@ -212,7 +212,7 @@ def test_shares_of_ranks(scorer):
     """1/t of the products and 1/(t c) of the rest; the ring's blocks are (c + 1)/(2 c) of a causal matrix's square."""
     inner = ModelParallel(tensor=4, context=2)
     leaves = scorer.plan(parse("ddp").resolve(DataRanks(1)), inner).leaves
-    embed, block, head = shares(scorer.sketch.model, leaves, inner)
+    embed, block, head = shares(scorer.distinct.model, leaves, inner)
     assert block.products == pytest.approx(1 / 8) and block.others == 1 / 8
     assert block.scores == pytest.approx(3 / 4 / 8) and block.attention == pytest.approx(3 / 2 / 8)
     assert head.products == pytest.approx(1 / 8) and embed.others == 1 / 2
@@ -275,9 +275,9 @@ SPACE = Space(
 
 def every_point(scorer, space):
     """Each that the engine takes, without bounds."""
-    for group in groups(scorer, Bounds(scorer), space)[0]:
-        for degrees in group.degrees:
-            yield dataclasses.replace(group.point, degrees=degrees)
+    for family in families(scorer, Bounds(scorer), space)[0]:
+        for degrees in family.degrees:
+            yield dataclasses.replace(family.example, degrees=degrees)
 
 
 @pytest.mark.parametrize("memory_gib", [64, 6])
@@ -335,7 +335,7 @@ def test_data_parallelism_is_searched_as_ever():
 
 def test_what_is_the_same_program_is_looked_at_once(scorer):
     space = dataclasses.replace(SPACE, remats=tuple(Remat))
-    points = [group.point for group in groups(scorer, Bounds(scorer), space)[0]]
+    points = [family.example for family in families(scorer, Bounds(scorer), space)[0]]
     assert len(set(points)) == len(points)
     for point in points:
         assert point.virtual_stages == 1 or point.parallel.pipeline > 1
@@ -344,9 +344,9 @@ def test_what_is_the_same_program_is_looked_at_once(scorer):
 
 def test_reasons(scorer):
     space = dataclasses.replace(SPACE, pipelines=(1, 3, 16), tensors=(1, 32), microbatches=(1, 64))
-    found = groups(scorer, Bounds(scorer), space)[1]
+    found = families(scorer, Bounds(scorer), space)[1]
     assert set(found) >= {Reason.DEVICES, Reason.SPLIT, Reason.BATCH, Reason.NODE_NOT_FULL}
-    assert len(list(layouts(space))) == 3 * 2 * 2
+    assert len(list(model_cuts(space))) == 3 * 2 * 2
 
 
 def test_nothing_fits_and_nothing_divides():

@@ -98,7 +98,7 @@ def test_a_name_that_does_not_fit_is_left_out(capsys):
 
 
 def test_the_planner_s_choice_comes_first_and_what_has_a_row_does_not():
-    args = argparse.Namespace(accumulation=[4, 1], inter_node_dtype=None, group=[1])
+    args = argparse.Namespace(accumulation=[4, 1], inter_node_dtype=None, microbatch_group=[1])
     wanted = list(strategies.settings({ZERO1: [], ZERO3: []}, {"4": [ZERO3, 1], "1": [MICS, 1]}, args))
     order = [(4, ZERO3), (4, ZERO1), (1, MICS), (1, ZERO1), (1, ZERO3)]
     assert [(s.accumulation, s.strategy) for s in wanted] == order
@@ -107,7 +107,7 @@ def test_the_planner_s_choice_comes_first_and_what_has_a_row_does_not():
 
 
 def test_a_dtype_between_nodes_is_a_setting_of_its_own():
-    args = argparse.Namespace(accumulation=[4], inter_node_dtype="bfloat16", group=[1])
+    args = argparse.Namespace(accumulation=[4], inter_node_dtype="bfloat16", microbatch_group=[1])
     rows = [timed(ZERO1, 1.0), timed(ZERO3, 1.0, inter_node_dtype="bfloat16")]
     wanted = strategies.settings({ZERO1: [], ZERO3: []}, {}, args)
     assert [s.strategy for s in strategies.left(rows, wanted)] == [ZERO1]
@@ -115,7 +115,7 @@ def test_a_dtype_between_nodes_is_a_setting_of_its_own():
 
 
 def test_a_dtype_between_nodes_is_of_strategies_that_shard_over_nodes():
-    args = argparse.Namespace(accumulation=[4], inter_node_dtype="bfloat16", group=[1])
+    args = argparse.Namespace(accumulation=[4], inter_node_dtype="bfloat16", microbatch_group=[1])
     wanted = list(strategies.settings({ZERO1: [], MICS: [], DDP: []}, {}, args))
     assert [setting.inter_node_dtype for setting in wanted] == ["bfloat16", None, None]
     # What was measured without a dtype is not measured again.
@@ -123,15 +123,15 @@ def test_a_dtype_between_nodes_is_of_strategies_that_shard_over_nodes():
 
 
 def test_groups_are_settings_of_their_own_where_they_divide():
-    args = argparse.Namespace(accumulation=[4, 6], inter_node_dtype=None, group=[1, 4])
-    rows = [timed(ZERO1, 1.0), timed(ZERO1, 1.0, group=4)]
+    args = argparse.Namespace(accumulation=[4, 6], inter_node_dtype=None, microbatch_group=[1, 4])
+    rows = [timed(ZERO1, 1.0), timed(ZERO1, 1.0, microbatch_group=4)]
     wanted = list(strategies.settings({ZERO1: []}, {}, args))
-    assert [(s.accumulation, s.group) for s in wanted] == [(4, 1), (4, 4), (6, 1)]
+    assert [(s.accumulation, s.microbatch_group) for s in wanted] == [(4, 1), (4, 4), (6, 1)]
     assert strategies.left(rows, iter(wanted)) == wanted[2:]
     assert [strategies.strategy_cell(row) for row in rows] == [ZERO1, f"{ZERO1}, groups of 4"]
     chosen = {"4": [ZERO1, 4], "6": [ZERO3, 1]}
     wanted = list(strategies.settings({ZERO1: []}, chosen, args))
-    assert [(s.strategy, s.group) for s in wanted] == [(ZERO1, 4), (ZERO1, 1), (ZERO3, 1), (ZERO1, 1)]
+    assert [(s.strategy, s.microbatch_group) for s in wanted] == [(ZERO1, 4), (ZERO1, 1), (ZERO3, 1), (ZERO1, 1)]
 
 
 def test_ratios_are_to_the_choice_or_else_to_the_fastest():
@@ -162,7 +162,7 @@ def test_only_what_is_gathered_or_reduced_once_a_step_has_all_parts():
     assert list(ablation.parts_of(plan_of("ddp")[1], 1)) == list(ablation.PARTS)
     # Those that shard gradients over nodes may send them in a narrower dtype.
     assert list(ablation.parts_of(plan_of("zero1")[1], 1)) == [*ablation.PARTS, ablation.NARROWER]
-    parts = [*ablation.PARTS[:2], ablation.BREADTH_FIRST, ablation.NARROWER]
+    parts = [*ablation.PARTS[:2], ablation.GROUPED, ablation.NARROWER]
     assert list(ablation.parts_of(plan_of("zero3")[1], 4)) == parts
     assert [part.settings(4).group for part in parts] == [1, 1, 4, 4]
 
@@ -216,7 +216,7 @@ def test_pictures(tmp_path):
     sources = {
         "results.jsonl": peer,
         "strategies.jsonl": [timed("a", 1.0, is_choice=True), timed("b", 2.0), timed("b", 2.0, accumulation=1)],
-        "groups.jsonl": [timed("a", 1.0), timed("a", 2.0, group=4)],
+        "groups.jsonl": [timed("a", 1.0), timed("a", 2.0, microbatch_group=4)],
         "ablation.jsonl": [timed("a", 2.0, part="none"), timed("a", 1.0, part="all")],
         "loss_curve.json": [{"losses": curve, "model": "a", "strategy": "b"}],
     }

@@ -137,7 +137,7 @@ def test_a_group_of_microbatches_is_planned_and_told(capsys):
     asked = {"microbatch_group": 2, "explain": "zero3", "global_batch": 64}
     captured = plan(capsys, "--json", **asked)
     told = json.loads(captured.out)
-    assert told["group"] == 2 and told["accumulation"] == 4
+    assert told["microbatch_group"] == 2 and told["accumulation"] == 4
     assert {c["count"] for c in told["collectives"] if c["when"] == "gather" and c["part"] == "each block"} == {2 * 16}
     assert "microbatch 1 in groups of 2, remat projections, 4 microbatches a step" in captured.err
     assert "every group: " in captured.err or "first group: " in captured.err
@@ -148,7 +148,7 @@ def test_explain_tells_of_a_group_when_its_peak_is_and_what_its_loops_move(capsy
     alone = json.loads(plan(capsys, "--json", **asked).out)
     captured = plan(capsys, "--json", microbatch_group=4, **asked)
     told = json.loads(captured.out)
-    groups = told["groups"]
+    groups = told["microbatch_groups"]
     assert (groups["ungrouped_peak_bytes"], groups["ungrouped_peak_at"]) == (
         alone["memory_bytes"]["peak"], alone["memory_peak_at"],
     )  # fmt: skip
@@ -168,7 +168,7 @@ def test_what_is_searched_is_named_as_tune_names_it():
 def test_groups_are_searched_as_far_as_they_divide(capsys):
     captured = plan(capsys, "--search", "microbatch_group", "--json", global_batch=64, top=3)
     told = json.loads(captured.out)
-    assert {entry["group"] for entry in told["ranked"] + told["rejected"]} == {1, 2, 4}
+    assert {entry["microbatch_group"] for entry in told["ranked"] + told["rejected"]} == {1, 2, 4}
     assert not any("do not divide" in entry["reason"] for entry in told["rejected"])
     head = next(line for line in captured.err.splitlines() if " strategy " in line)
     assert "group" in head and "micro" not in head

@@ -134,7 +134,7 @@ def needed_bytes(config, cluster, degrees):
         Remat(config.remat),
         parallel=parallel_of(config),
         virtual_stages=config.virtual_stages,
-        schedule=config.schedule,
+        pipeline_schedule=config.schedule,
     )
     return Scorer(job, cluster).needed_bytes(candidate)
 

@@ -18,10 +18,10 @@ from amsp_jax.__main__ import main, parse_args
 from amsp_jax.cli.tune import pictures, report
 from amsp_jax.cli.tune.forecast import Forecast, forecast, kept_calibration
 from amsp_jax.cli.tune.point import Point
-from amsp_jax.cli.tune.runnable import Grounds
 from amsp_jax.cli.tune.space import search_space
 from amsp_jax.cli.tune.study import JOURNAL, Study, held
 from amsp_jax.cli.tune.trial import RAN, Interrupted, Kind, Runner
+from amsp_jax.cli.tune.trial_setup import TrialSetup
 from amsp_jax.errors import UserError
 from amsp_jax.models.registry import build_model
 from amsp_jax.predict.cluster import Cluster, Link, Network, Rates, save_cluster
@@ -65,8 +65,8 @@ FAKE_TRAINER = """
     """
 
 SIZES = {"num_layers": 4, "hidden": 16, "ffn": 32, "num_heads": 2, "num_kv_heads": 2, "vocab_size": 258}
-GROUNDS = Grounds(num_nodes=1, devices_per_node=4, model=build_model("llama-tiny", SIZES), global_batch=32, seq_len=64)
-SPACE = search_space(["pipeline=1"], GROUNDS)
+SETUP = TrialSetup(num_nodes=1, devices_per_node=4, model=build_model("llama-tiny", SIZES), global_batch=32, seq_len=64)
+SPACE = search_space(["pipeline=1"], SETUP)
 BEST = Point(
     strategy="zero3", tensor=1, pipeline=1, schedule="1f1b", virtual_stages=1, context=1, microbatch=2,
     remat="projections",
@@ -96,7 +96,7 @@ def runner(command, **changes):
 
 def study(folder, space=SPACE, identity=None, seed=0):
     folder.mkdir(exist_ok=True)
-    return Study(folder, space, GROUNDS, identity or {"model": "m"}, seed)
+    return Study(folder, space, SETUP, identity or {"model": "m"}, seed)
 
 
 def nothing(record):
@@ -104,7 +104,7 @@ def nothing(record):
 
 
 def small(*texts):
-    return search_space(["pipeline=1", "tensor=1", "strategy=zero3", *texts], GROUNDS)
+    return search_space(["pipeline=1", "tensor=1", "strategy=zero3", *texts], SETUP)
 
 
 def started(folder):
@@ -129,7 +129,7 @@ def wait_until(condition, limit_s=60.0):
 
 
 def test_values_are_those_of_the_flags_and_else_suit_the_devices():
-    space = search_space(["microbatch=2,6", "strategy=zero1,params=1x1 grads=2x1 opt_state=full"], GROUNDS)
+    space = search_space(["microbatch=2,6", "strategy=zero1,params=1x1 grads=2x1 opt_state=full"], SETUP)
     assert space.values["microbatch"] == (2, 6)
     assert space.values["strategy"] == ("zero1", "params=1x1 grads=2x1 opt_state=full")
     assert space.values["tensor"] == space.values["pipeline"] == (1, 2, 4)
@@ -138,15 +138,15 @@ def test_values_are_those_of_the_flags_and_else_suit_the_devices():
 
 def test_what_is_not_searched_is_that_of_the_run():
     own = {"context": 2, "microbatch_group": 4}
-    space = search_space(["pipeline=1"], GROUNDS, **own)
+    space = search_space(["pipeline=1"], SETUP, **own)
     assert {(point.context, point.microbatch_group) for point in space.points()} == {(2, 4)}
-    searched = search_space(["microbatch_group=1,2"], GROUNDS, **own)
+    searched = search_space(["microbatch_group=1,2"], SETUP, **own)
     assert (searched.values["context"], searched.values["microbatch_group"]) == ((2,), (1, 2))
 
 
 def test_without_stages_there_is_one_schedule():
     space = search_space(
-        ["pipeline=1,2", "schedule=gpipe,1f1b", "tensor=1", "strategy=ddp", "remat=full", "microbatch=1"], GROUNDS
+        ["pipeline=1,2", "schedule=gpipe,1f1b", "tensor=1", "strategy=ddp", "remat=full", "microbatch=1"], SETUP
     )
     points = list(space.points())
     assert len(points) == len(set(points)) == 1 + 2 * 2
@@ -168,7 +168,7 @@ def test_without_stages_there_is_one_schedule():
 )
 def test_a_wrong_flag_is_one_line(text, message):
     with pytest.raises(UserError, match=message.replace("?", r"\?")):
-        search_space(["pipeline=1,2", text], GROUNDS)
+        search_space(["pipeline=1,2", text], SETUP)
 
 
 @pytest.mark.parametrize(
@@ -185,14 +185,14 @@ def test_a_wrong_flag_is_one_line(text, message):
     ],
 )
 def test_what_cannot_run_says_why(changes, message):
-    assert message in (GROUNDS.why_invalid(dataclasses.replace(BEST, **changes)) or "")
+    assert message in (SETUP.why_invalid(dataclasses.replace(BEST, **changes)) or "")
 
 
 def test_presets_that_are_the_same_run_are_one_point():
-    grounds = dataclasses.replace(GROUNDS, devices_per_node=2)
+    setup = dataclasses.replace(SETUP, devices_per_node=2)
     for tensor, num_runs in ((1, 2), (2, 1)):
         points = [dataclasses.replace(BEST, tensor=tensor, strategy=name) for name in ("ddp", "zero3")]
-        assert len(set(map(grounds.key, points))) == num_runs
+        assert len(set(map(setup.key, points))) == num_runs
 
 
 # One trial.
@@ -264,7 +264,7 @@ def test_the_planted_best_is_found_in_a_part_of_the_space(trainer, tmp_path):
     search = study(folder)
     assert search.search(30, runner(trainer).run, Forecast(), nothing)
     best = report.measured(search.records())[0]
-    assert len(set(map(GROUNDS.key, (r.point for r in search.records() if ran(r))))) == 30
+    assert len(set(map(SETUP.key, (r.point for r in search.records() if ran(r))))) == 30
     assert (best.point.microbatch, best.point.remat) == (BEST.microbatch, BEST.remat)
 
 
@@ -298,7 +298,7 @@ def test_points_that_cannot_run_or_would_not_fit_have_no_process(trainer, tmp_pa
 
 
 def test_the_search_begins_with_the_points_of_the_planner(trainer, tmp_path):
-    order = [point for point in SPACE.points() if GROUNDS.why_invalid(point) is None][5:8]
+    order = [point for point in SPACE.points() if SETUP.why_invalid(point) is None][5:8]
     search = study(tmp_path / "study")
     search.begin_with(order)
     search.search(3, runner(trainer).run, Forecast(), nothing)
@@ -359,30 +359,30 @@ def planned(memory_bytes):
 
 
 WORKLOAD = Workload(
-    model=GROUNDS.model, optimizer=optax.adamw(1e-3), global_batch=32, seq_len=64, compute_dtype="float32"
+    model=SETUP.model, optimizer=optax.adamw(1e-3), global_batch=32, seq_len=64, compute_dtype="float32"
 )
 
 
 def test_the_planner_says_where_to_begin_and_what_does_not_fit():
     points = list(
-        search_space(["tensor=1,2", "pipeline=1,2", "virtual_stages=1", "microbatch=2", "remat=full"], GROUNDS).points()
+        search_space(["tensor=1,2", "pipeline=1,2", "virtual_stages=1", "microbatch=2", "remat=full"], SETUP).points()
     )
-    all_fit = forecast(points, GROUNDS, WORKLOAD, planned(2**40))
+    all_fit = forecast(points, SETUP, WORKLOAD, planned(2**40))
     assert set(all_fit.step_s) == set(points) and not all_fit.too_large
-    first, second = all_fit.best(2, GROUNDS)
-    assert all_fit.step_s[first] == min(all_fit.step_s.values()) and GROUNDS.key(first) != GROUNDS.key(second)
-    none_fits = forecast(points, GROUNDS, WORKLOAD, planned(1000))
+    first, second = all_fit.best(2, SETUP)
+    assert all_fit.step_s[first] == min(all_fit.step_s.values()) and SETUP.key(first) != SETUP.key(second)
+    none_fits = forecast(points, SETUP, WORKLOAD, planned(1000))
     assert set(none_fits.too_large) == set(points) and "GiB more than" in none_fits.too_large[first]
 
 
 def test_a_kept_calibration_of_the_same_devices_is_found(clean_environment):
-    assert kept_calibration(GROUNDS, is_cpu=True) is None
+    assert kept_calibration(SETUP, is_cpu=True) is None
     folder = user_cache() / "clusters"
     folder.mkdir(parents=True)
     for name, cluster in (("cpu_1x4_jax-1.json", planned(2**30)), ("cpu_1x8_jax-1.json", planned(2**30))):
         save_cluster(cluster, folder / name)
-    assert kept_calibration(GROUNDS, is_cpu=True) == folder / "cpu_1x4_jax-1.json"
-    assert kept_calibration(GROUNDS, is_cpu=False) is None
+    assert kept_calibration(SETUP, is_cpu=True) == folder / "cpu_1x4_jax-1.json"
+    assert kept_calibration(SETUP, is_cpu=False) is None
 
 
 # What is told.

@@ -1,6 +1,7 @@
 """`python -m amsp_jax compile --model llama-30b --cluster h100 --strategy ...`: the planner and XLA compared.
 
-The real step is compiled for GPUs that are not there: its memory and collectives, and what hides each of them.
+XLA compiles the real step for target devices that need not be present, and the planner is compared with the program:
+memory, collectives, and the work that hides each collective.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from typing import Any
 import jax
 
 from amsp_jax.cli.commands.workload import add_workload, candidate_of, cluster_lines, cluster_of, workload_of
-from amsp_jax.compile import ahead_of_time as absent
-from amsp_jax.compile import hlo
+from amsp_jax.compile import ahead_of_time, hlo
 from amsp_jax.engine.plan import plan_model
 from amsp_jax.predict.cluster import Cluster
 from amsp_jax.predict.cost.communication import step_collectives
@@ -79,7 +79,7 @@ class CompiledStep:
 def add_parser(commands: Any) -> None:
     """Adds the command to a parser's subparsers."""
     parser = commands.add_parser(
-        "compile", help="compile a step for GPUs that are not there; needs the cuda extra", description=__doc__
+        "compile", help="compile a step for absent target GPUs; needs the cuda extra", description=__doc__
     )
     add_workload(parser)
     parser.add_argument(
@@ -94,9 +94,9 @@ def run(args: argparse.Namespace) -> None:
     Raises:
       UserError: an unknown model, cluster or strategy; a batch that does not divide; no compiler for the devices.
     """
-    absent.stay_off_devices()
+    ahead_of_time.keep_jax_on_cpu()
     cluster = cluster_of(args.cluster, args.nodes)
-    _devices(cluster)
+    _target_devices(cluster)
     workload = workload_of(args, cluster)
     candidate = candidate_of(args, args.strategy, workload, cluster)
     print("\n".join(cluster_lines(cluster)), flush=True)
@@ -104,18 +104,18 @@ def run(args: argparse.Namespace) -> None:
 
 
 def compile_candidate(scorer: Scorer, candidate: Candidate) -> CompiledStep:
-    """Compiles a candidate for absent devices of the scorer's cluster.
+    """Compiles a candidate for target devices like those of the scorer's cluster.
 
     Raises:
       UserError: the batch does not divide, or there is no compiler for the devices.
     """
     workload, cluster, degrees = scorer.workload, scorer.cluster, candidate.degrees
     shape = batch_shape(workload.global_batch, candidate.microbatch, degrees.ranks.total, workload.seq_len).shape
-    found = _devices(cluster)
+    devices = _target_devices(cluster)
     strategy, parallel = strategy_of(degrees), candidate.parallel
-    plan = plan_model(strategy, workload.model, degrees.ranks, found, workload.compute_dtype, parallel)
+    plan = plan_model(strategy, workload.model, degrees.ranks, devices, workload.compute_dtype, parallel)
     start = time.perf_counter()
-    compiled = absent.compile_step(workload.model, workload.optimizer, plan, scorer.settings(candidate), shape)
+    compiled = ahead_of_time.compile_step(workload.model, workload.optimizer, plan, scorer.settings(candidate), shape)
     compile_s = time.perf_counter() - start
     memory: Any = compiled.memory_analysis()
     program, axes_of = compiled.as_text() or "", hlo.axes_of(plan.mesh)
@@ -124,7 +124,7 @@ def compile_candidate(scorer: Scorer, candidate: Candidate) -> CompiledStep:
     other_outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return CompiledStep(
         candidate=candidate,
-        device_kind=found[0].device_kind,
+        device_kind=devices[0].device_kind,
         compile_s=compile_s,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes + other_outputs,
@@ -135,9 +135,11 @@ def compile_candidate(scorer: Scorer, candidate: Candidate) -> CompiledStep:
     )
 
 
-def _devices(cluster: Cluster) -> Sequence[jax.Device]:
-    """The cluster's, absent. Raises UserError where there is no compiler for them."""
-    return absent.devices(absent.target_of(cluster.device_kind), cluster.num_nodes, cluster.devices_per_node)
+def _target_devices(cluster: Cluster) -> Sequence[jax.Device]:
+    """Target devices like those of the cluster; UserError where no compiler for them is installed."""
+    return ahead_of_time.target_devices(
+        ahead_of_time.target_name(cluster.device_kind), cluster.num_nodes, cluster.devices_per_node
+    )
 
 
 def _compiled_traffic(found: Sequence[hlo.Collective], axes_of: hlo.AxesOf) -> Collectives:
@@ -170,7 +172,7 @@ def text(step: CompiledStep) -> str:
     point = step.candidate
     head = (
         f"{point}: compiled in {step.compile_s:.1f} s for "
-        f"{point.num_devices} {step.device_kind} that are not here, by XLA of jax {jax.__version__}"
+        f"{point.num_devices} target devices {step.device_kind}, by XLA of jax {jax.__version__}"
     )
     tables = [head, _memory_table(step), _collectives_table(step), _spans_table(step), _sync_line(step)]
     if point.parallel.pipeline > 1:

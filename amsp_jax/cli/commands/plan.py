@@ -27,7 +27,7 @@ from amsp_jax.cli.commands.workload import (
     parallel_of,
     workload_of,
 )
-from amsp_jax.compile import ahead_of_time as absent
+from amsp_jax.compile import ahead_of_time
 from amsp_jax.engine.blocks import Remat
 from amsp_jax.errors import UserError
 from amsp_jax.models.registry import MODELS, build_model
@@ -40,7 +40,7 @@ from amsp_jax.predict.planner import (
     Scorer,
     Space,
     Workload,
-    nothing_fits,
+    nothing_fits_message,
     report,
     search,
 )
@@ -76,7 +76,7 @@ def add_parser(commands: Any) -> None:
     plan.add_argument("--top", type=int, default=10, metavar="N", help="lines of the table (default: %(default)s)")
     plan.add_argument("--explain", metavar="STRATEGY", help="one strategy in full: memory, streams, every collective")
     plan.add_argument(
-        "--verify", type=int, metavar="N", help="compile the N best for absent GPUs; needs the cuda extra"
+        "--verify", type=int, metavar="N", help="compile the N best for absent target GPUs; needs the cuda extra"
     )
     plan.add_argument("--plot", type=Path, metavar="PNG", help="best MFU and strategy by model size and nodes")
     plan.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
@@ -91,10 +91,10 @@ def run(args: argparse.Namespace) -> None:
     """
     _check(args)
     if args.verify:
-        absent.stay_off_devices()
+        ahead_of_time.keep_jax_on_cpu()
     cluster = cluster_of(args.cluster, args.nodes)
     if args.verify:
-        absent.devices(absent.target_of(cluster.device_kind), 1, 1)
+        ahead_of_time.target_devices(ahead_of_time.target_name(cluster.device_kind), 1, 1)
     workload = workload_of(args, cluster)
     _check_batch(args, cluster)
     if args.explain is not None:
@@ -169,13 +169,13 @@ def _space(args: argparse.Namespace, cluster: Cluster) -> Space:
     return Space(
         microbatches=tuple(sorted(microbatches)),
         remats=tuple(Remat) if "remat" in searched else (Remat(args.remat),),
-        groups=_groups(args, cluster) if GROUP in searched else (args.microbatch_group,),
+        microbatch_groups=_groups(args, cluster) if GROUP in searched else (args.microbatch_group,),
         fill_nodes=not args.any_nodes,
         tensors=_sizes("tensor", parallel.tensor, searched, cluster.devices_per_node),
         pipelines=_sizes("pipeline", parallel.pipeline, searched, cluster.num_devices),
         contexts=_sizes("context", parallel.context, searched, cluster.devices_per_node),
         virtual_stages=_CHUNKS if "virtual_stages" in searched else (args.virtual_stages,),
-        schedule=args.schedule,
+        pipeline_schedule=args.schedule,
     )
 
 
@@ -249,7 +249,7 @@ def _rank(args: argparse.Namespace, workload: Workload, cluster: Cluster) -> Non
     try:
         ranking = search(workload, cluster, space, objective, limit, max(args.top, args.verify or 0))
     except NothingFits:
-        raise UserError(nothing_fits(workload, cluster, space, objective, limit)) from None
+        raise UserError(nothing_fits_message(workload, cluster, space, objective, limit)) from None
     print(_text(args, ranking, cluster), file=out, flush=True)
     if args.json:
         told = report.as_json(ranking)
@@ -291,7 +291,7 @@ def _explain(args: argparse.Namespace, workload: Workload, cluster: Cluster) -> 
     candidate = candidate_of(args, args.explain, workload, cluster)
     scorer, limit = Scorer(workload, cluster), _limit(args, cluster)
     estimate, costs = scorer.estimate(candidate, record=True), scorer.message_costs(candidate)
-    told = estimate, costs, limit, scorer.group_cost(candidate)
+    told = estimate, costs, limit, scorer.microbatch_group_cost(candidate)
     text = f"{_asked(args)}\n{cluster_line(cluster)}\n\n{report.explanation(*told)}\n"
     print(text, *basis_lines(cluster), sep="\n", file=sys.stderr if args.json else sys.stdout)
     if args.json:

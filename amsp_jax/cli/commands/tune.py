@@ -19,9 +19,9 @@ from amsp_jax.cli import settings as cli
 from amsp_jax.cli.commands.workload import cluster_of, planned_model
 from amsp_jax.cli.tune.forecast import Forecast, forecast, kept_calibration
 from amsp_jax.cli.tune.point import DIMENSIONS, Point
-from amsp_jax.cli.tune.runnable import Grounds
 from amsp_jax.cli.tune.space import SearchSpace, search_space
 from amsp_jax.cli.tune.trial import LOG_FILE, RAN, Interrupted, Runner
+from amsp_jax.cli.tune.trial_setup import TrialSetup
 from amsp_jax.errors import UserError
 from amsp_jax.predict.cluster import Cluster
 from amsp_jax.predict.planner import Workload
@@ -85,16 +85,16 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--warmup {args.warmup}: it is at least 0 and below --steps {args.steps}")
     files = [cli.find_gin_file(name) for name in args.gin_file or [cli.QUICKSTART]]
     config = cli.load_config(files, [cli.binding(flag) for flag in args.settings])
-    grounds = _grounds(args, config)
-    space = search_space(args.search, grounds, context=config.context, microbatch_group=config.microbatch_group)
+    setup = _trial_setup(args, config)
+    space = search_space(args.search, setup, context=config.context, microbatch_group=config.microbatch_group)
     with _stop_requests() as stopped:
-        _search(args, files, config, grounds, space, stopped)
+        _search(args, files, config, setup, space, stopped)
     if stopped:
         print(f"stopped by {stopped[0].name}: the same command goes on with the study in {args.out}", file=sys.stderr)
         sys.exit(exit_codes.INTERRUPTED if stopped[0] is signal.SIGINT else exit_codes.STOPPED)
 
 
-def _grounds(args: argparse.Namespace, config: TrainConfig) -> Grounds:
+def _trial_setup(args: argparse.Namespace, config: TrainConfig) -> TrialSetup:
     """The devices that a trial will have, without starting one."""
     platform, _ = find_platform(os.environ.get("JAX_PLATFORMS", ""))
     spanned = _nodes_of_job() if args.launcher else 1
@@ -105,7 +105,7 @@ def _grounds(args: argparse.Namespace, config: TrainConfig) -> Grounds:
         raise UserError(f"this machine has no {platform} device to count; run tune on a node that has those of a trial")
     elif config.devices_per_node:
         num_nodes, per_node = num_nodes * per_node // config.devices_per_node, config.devices_per_node
-    return Grounds(
+    return TrialSetup(
         num_nodes=num_nodes,
         devices_per_node=per_node,
         model=cli.build_model(config).model,
@@ -126,7 +126,7 @@ def _search(
     args: argparse.Namespace,
     files: list[Path],
     config: TrainConfig,
-    grounds: Grounds,
+    setup: TrialSetup,
     space: SearchSpace,
     stopped: list[signal.Signals],
 ) -> None:
@@ -134,15 +134,15 @@ def _search(
     from amsp_jax.cli.tune import report
     from amsp_jax.cli.tune.study import Record, Study, held
 
-    points = [point for point in space.points() if grounds.why_invalid(point) is None]
+    points = [point for point in space.points() if setup.why_invalid(point) is None]
     if not points:
-        raise UserError(f"--search: no point can run; the first one: {grounds.why_invalid(next(space.points()))}")
-    print(f"{grounds.num_nodes} x {grounds.devices_per_node} devices, {len(points)} points that can run", flush=True)
-    expected = _forecast(args, config, grounds, points)
+        raise UserError(f"--search: no point can run; the first one: {setup.why_invalid(next(space.points()))}")
+    print(f"{setup.num_nodes} x {setup.devices_per_node} devices, {len(points)} points that can run", flush=True)
+    expected = _forecast(args, config, setup, points)
     with held(args.out) as lock:
-        study = Study(args.out, space, grounds, _identity(args, config, grounds, space), args.seed)
+        study = Study(args.out, space, setup, _identity(args, config, setup, space), args.seed)
         if study.is_new:
-            study.begin_with(_first(config, grounds, space, expected))
+            study.begin_with(_first(config, setup, space, expected))
         runner = Runner(
             command=_command(args, files, config),
             num_steps=args.steps,
@@ -190,19 +190,19 @@ def _report(args: argparse.Namespace, study: Any, config: TrainConfig) -> None:
     print("", f"the best, also in {args.out / _BEST_FILE}:", *lines, "", *(f"picture: {p}" for p in drawn), sep="\n")
 
 
-def _forecast(args: argparse.Namespace, config: TrainConfig, grounds: Grounds, points: list[Point]) -> Forecast:
+def _forecast(args: argparse.Namespace, config: TrainConfig, setup: TrialSetup, points: list[Point]) -> Forecast:
     """What the planner says; nothing where it has no numbers to stand on."""
     name = args.cluster or config.cluster
     is_cpu = find_platform(os.environ.get("JAX_PLATFORMS", ""))[0] == "cpu"
-    if name is None and (kept := kept_calibration(grounds, is_cpu)):
+    if name is None and (kept := kept_calibration(setup, is_cpu)):
         name = str(kept)
     if name is None:
         print("no forecast: neither --cluster nor a kept calibration", flush=True)
         return Forecast()
     cluster = dataclasses.replace(
-        cluster_of(name, None), num_nodes=grounds.num_nodes, devices_per_node=grounds.devices_per_node
+        cluster_of(name, None), num_nodes=setup.num_nodes, devices_per_node=setup.devices_per_node
     )
-    expected = forecast(points, grounds, _workload(config, cluster), cluster)
+    expected = forecast(points, setup, _workload(config, cluster), cluster)
     print(f"the planner, by {name}: {len(expected.too_large)} of them do not fit", flush=True)
     return expected
 
@@ -220,20 +220,22 @@ def _workload(config: TrainConfig, cluster: Cluster) -> Workload:
     )
 
 
-def _first(config: TrainConfig, grounds: Grounds, space: SearchSpace, expected: Forecast) -> list[Point]:
+def _first(config: TrainConfig, setup: TrialSetup, space: SearchSpace, expected: Forecast) -> list[Point]:
     """The run as its files have it, where that is a point of the space; then the planner's best."""
     values: dict[str, Any] = {name: getattr(config, name) for name in DIMENSIONS}
     own = space.canonical(Point(**values))
-    return [*([own] if own in space else []), *expected.best(_NUM_PLANNED, grounds)]
+    return [*([own] if own in space else []), *expected.best(_NUM_PLANNED, setup)]
 
 
-def _identity(args: argparse.Namespace, config: TrainConfig, grounds: Grounds, space: SearchSpace) -> Mapping[str, Any]:
+def _identity(
+    args: argparse.Namespace, config: TrainConfig, setup: TrialSetup, space: SearchSpace
+) -> Mapping[str, Any]:
     """What must not change within a study."""
     free = {*DIMENSIONS, *map(str.lower, _BARE), "run_dir"}
     settings = {name: text for name, text in config.settings().items() if name not in free}
     search = {f"--search {name}": list(values) for name, values in space.values.items()}
     timed = {"--steps": args.steps, "--warmup": args.warmup}
-    return {**settings, **search, **timed, "devices": f"{grounds.num_nodes} x {grounds.devices_per_node}"}
+    return {**settings, **search, **timed, "devices": f"{setup.num_nodes} x {setup.devices_per_node}"}
 
 
 def _launcher(text: str) -> list[str]:

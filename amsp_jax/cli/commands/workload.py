@@ -106,7 +106,7 @@ def check_no_stages(asked: str, pipeline: int) -> None:
 
 
 def _check_group(candidate: Candidate, global_batch: int) -> None:
-    group, accumulation = candidate.group, candidate.accumulation(global_batch)
+    group, accumulation = candidate.microbatch_group, candidate.accumulation(global_batch)
     if group > 1:
         check_no_stages(f"--microbatch-group {group}", candidate.parallel.pipeline)
     if accumulation % group:

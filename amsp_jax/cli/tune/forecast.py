@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from amsp_jax.cli.tune.point import Point
-from amsp_jax.cli.tune.runnable import Grounds
+from amsp_jax.cli.tune.trial_setup import TrialSetup
 from amsp_jax.engine.blocks import Remat
 from amsp_jax.errors import UserError
 from amsp_jax.predict.cluster import Cluster, load_cluster
@@ -30,22 +30,22 @@ class Forecast:
     step_s: Mapping[Point, float] = dataclasses.field(default_factory=dict)
     too_large: Mapping[Point, str] = dataclasses.field(default_factory=dict)
 
-    def best(self, count: int, grounds: Grounds) -> list[Point]:
+    def best(self, count: int, setup: TrialSetup) -> list[Point]:
         """The points with the shortest steps, the best first; of those that are the same run, one."""
         firsts: dict[str, Point] = {}
         for point in sorted(self.step_s, key=self.step_s.__getitem__):
-            firsts.setdefault(grounds.key(point), point)
+            firsts.setdefault(setup.key(point), point)
         return list(firsts.values())[:count]
 
 
-def forecast(points: Iterable[Point], grounds: Grounds, workload: Workload, cluster: Cluster) -> Forecast:
+def forecast(points: Iterable[Point], setup: TrialSetup, workload: Workload, cluster: Cluster) -> Forecast:
     """Scores points that can run.
 
     Args:
-      points: valid on these grounds.
-      grounds: the devices.
+      points: points that the trainer would accept.
+      setup: what all trials share.
       workload: what is trained.
-      cluster: those devices with network and rates.
+      cluster: the devices of a trial, with network and rates.
 
     Raises:
       UserError: the cluster has no network or rates.
@@ -62,7 +62,7 @@ def forecast(points: Iterable[Point], grounds: Grounds, workload: Workload, clus
         return scorer.estimate(candidate).step_s, ""
 
     for point in points:
-        seconds, misfit = expected(_candidate(point, grounds))
+        seconds, misfit = expected(_candidate(point, setup))
         if misfit:
             too_large[point] = misfit
         else:
@@ -70,9 +70,9 @@ def forecast(points: Iterable[Point], grounds: Grounds, workload: Workload, clus
     return Forecast(step_s=step_s, too_large=too_large)
 
 
-def _candidate(point: Point, grounds: Grounds) -> Candidate:
+def _candidate(point: Point, setup: TrialSetup) -> Candidate:
     return Candidate(
-        parse(point.strategy).resolve(grounds.ranks(point)),
+        parse(point.strategy).resolve(setup.ranks(point)),
         point.microbatch,
         Remat(point.remat),
         point.parallel,
@@ -82,10 +82,10 @@ def _candidate(point: Point, grounds: Grounds) -> Candidate:
     )
 
 
-def kept_calibration(grounds: Grounds, is_cpu: bool) -> Path | None:
+def kept_calibration(setup: TrialSetup, is_cpu: bool) -> Path | None:
     """The newest file that a run with STRATEGY='auto' kept for such a grid; None if there is none."""
     folder = user_cache() / "clusters"
-    grid = f"{grounds.num_nodes}x{grounds.devices_per_node}"
+    grid = f"{setup.num_nodes}x{setup.devices_per_node}"
     found = [path for path in folder.glob(f"*_{grid}_jax-*.json") if _is_readable(path, is_cpu)]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from amsp_jax.cli.tune.point import DIMENSIONS, OF_PIPELINES, Point
-from amsp_jax.cli.tune.runnable import Grounds
+from amsp_jax.cli.tune.trial_setup import TrialSetup
 from amsp_jax.engine.blocks import Remat
 from amsp_jax.errors import UserError
 from amsp_jax.run.config import did_you_mean
@@ -53,12 +53,14 @@ class SearchSpace:
         return all(getattr(point, name) in self.values[name] for name in used)
 
 
-def search_space(texts: Sequence[str], grounds: Grounds, *, context: int = 1, microbatch_group: int = 1) -> SearchSpace:
+def search_space(
+    texts: Sequence[str], setup: TrialSetup, *, context: int = 1, microbatch_group: int = 1
+) -> SearchSpace:
     """The space of `--search NAME=VALUE,VALUE` flags; dimensions without a flag have values that suit the devices.
 
     Args:
       texts: the flags' values.
-      grounds: the devices.
+      setup: what all trials share.
       context, microbatch_group: of the run; without a flag they stay as they are.
 
     Raises:
@@ -74,21 +76,21 @@ def search_space(texts: Sequence[str], grounds: Grounds, *, context: int = 1, mi
             problem = "it is given twice" if name in given else "it has no values"
             raise UserError(f"--search {text}: {problem}; write each name once, as in --search {name}=1,2,4")
         given[name] = tuple(dict.fromkeys(_value(name, word.strip(), text) for word in words.split(",")))
-    space = SearchSpace({**_defaults(grounds, context, microbatch_group), **given})
+    space = SearchSpace({**_defaults(setup, context, microbatch_group), **given})
     if (size := math.prod(map(len, space.values.values()))) > _MOST_POINTS:
         raise UserError(f"--search: {size:,} points are more than {_MOST_POINTS:,}; give fewer values of each")
     return space
 
 
-def _defaults(grounds: Grounds, context: int, microbatch_group: int) -> dict[str, tuple[Any, ...]]:
+def _defaults(setup: TrialSetup, context: int, microbatch_group: int) -> dict[str, tuple[Any, ...]]:
     return {
-        "strategy": _STRATEGIES + (_OF_SEVERAL_NODES if grounds.num_nodes > 1 else ()),
-        "tensor": _divisors(grounds.devices_per_node),
-        "pipeline": tuple(n for n in _divisors(grounds.num_devices) if n <= max(1, len(grounds.model.blocks))),
+        "strategy": _STRATEGIES + (_OF_SEVERAL_NODES if setup.num_nodes > 1 else ()),
+        "tensor": _divisors(setup.devices_per_node),
+        "pipeline": tuple(n for n in _divisors(setup.num_devices) if n <= max(1, len(setup.model.blocks))),
         "schedule": SCHEDULES,
         "virtual_stages": _VIRTUAL_STAGES,
         "context": (context,),
-        "microbatch": tuple(n for n in _MICROBATCHES if grounds.global_batch % n == 0),
+        "microbatch": tuple(n for n in _MICROBATCHES if setup.global_batch % n == 0),
         "remat": tuple(map(str, Remat)),
         "microbatch_group": (microbatch_group,),
     }

@@ -19,9 +19,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from amsp_jax.cli.tune.forecast import Forecast
 from amsp_jax.cli.tune.point import DIMENSIONS, OF_PIPELINES, Point
-from amsp_jax.cli.tune.runnable import Grounds
 from amsp_jax.cli.tune.space import SearchSpace
 from amsp_jax.cli.tune.trial import RAN, Kind, Outcome
+from amsp_jax.cli.tune.trial_setup import TrialSetup
 from amsp_jax.errors import UserError
 
 JOURNAL, TRIALS = "study.journal", "trials"
@@ -52,21 +52,21 @@ class Study:
     """
 
     def __init__(
-        self, folder: Path, space: SearchSpace, grounds: Grounds, identity: Mapping[str, Any], seed: int
+        self, folder: Path, space: SearchSpace, setup: TrialSetup, identity: Mapping[str, Any], seed: int
     ) -> None:
         """Opens or begins the study.
 
         Args:
           folder: of the study, held by `held`.
           space: what is searched.
-          grounds: what decides which points can run.
+          setup: what decides which points can run.
           identity: JSON values that must be those of the study that the folder holds.
           seed: of the sampler.
 
         Raises:
           UserError: the folder holds a study of something else.
         """
-        self._folder, self._space, self._grounds = folder, space, grounds
+        self._folder, self._space, self._trial_setup = folder, space, setup
         path = folder / JOURNAL
         _drop_partial_line(path)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -78,7 +78,7 @@ class Study:
         self.is_new = not trials
         # With the seed alone a study that goes on would repeat its first draws.
         self.optuna.sampler = _sampler(seed + len(trials))
-        self._seen = {self._grounds.key(record.point) for record in self.records()}
+        self._seen = {self._trial_setup.key(record.point) for record in self.records()}
         self._take_up(trials)
 
     def records(self) -> list[Record]:
@@ -93,7 +93,7 @@ class Study:
         """Queues the first points of a new study; of those that are the same run, the first."""
         firsts: dict[str, Point] = {}
         for point in points:
-            firsts.setdefault(self._grounds.key(point), point)
+            firsts.setdefault(self._trial_setup.key(point), point)
         for point in firsts.values():
             self.optuna.enqueue_trial(self._params(point))
 
@@ -115,7 +115,7 @@ class Study:
         while self.num_run() < num_trials:
             trial = self.optuna.ask()
             point = self._suggest(trial)
-            if self._grounds.key(point) in self._seen:
+            if self._trial_setup.key(point) in self._seen:
                 self.optuna.tell(trial, state=TrialState.FAIL)
                 if (nearest := self._nearest_untried(point, forecast)) is None:
                     return False
@@ -140,7 +140,7 @@ class Study:
         self.optuna.enqueue_trial(self._params(point))
 
     def _tell(self, trial: optuna.Trial, point: Point, outcome: Outcome) -> None:
-        self._seen.add(self._grounds.key(point))
+        self._seen.add(self._trial_setup.key(point))
         trial.set_user_attr(_POINT, dataclasses.asdict(point))
         trial.set_user_attr(_OUTCOME, dataclasses.asdict(outcome))
         if outcome.kind is Kind.MEASURED:
@@ -150,7 +150,7 @@ class Study:
 
     def _left_out(self, point: Point, forecast: Forecast) -> Outcome | None:
         """Why a point is not run."""
-        if reason := self._grounds.why_invalid(point):
+        if reason := self._trial_setup.why_invalid(point):
             return Outcome(kind=Kind.INVALID, reason=reason)
         if reason := forecast.too_large.get(point):
             return Outcome(kind=Kind.TOO_LARGE, reason=reason)
@@ -177,7 +177,7 @@ class Study:
 
         Points with a value that has only failed so far come last.
         """
-        untried = (other for other in self._space.points() if self._grounds.key(other) not in self._seen)
+        untried = (other for other in self._space.points() if self._trial_setup.key(other) not in self._seen)
         runnable = [other for other in untried if self._left_out(other, forecast) is None]
         only_failed = self._only_failed()
 

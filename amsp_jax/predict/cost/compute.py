@@ -9,9 +9,9 @@ import optax
 
 from amsp_jax.engine.plan import MASTER_BYTES, LeafPlan, Plan
 from amsp_jax.predict.cluster import Rates
+from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
 from amsp_jax.predict.cost.memory import GRAD_BYTES, num_values
 from amsp_jax.predict.cost.ranks import WHOLE, Share
-from amsp_jax.predict.cost.sketch import Sketch
 from amsp_jax.predict.cost.storage import leaf_counts, stored_opt_state
 from amsp_jax.predict.cost.trace import Matmul, ModelTrace, PartTrace, Work
 
@@ -32,18 +32,18 @@ class Flops:
     hardware: int
 
 
-def flops(sketch: Sketch, trace: ModelTrace) -> Flops:
+def flops(distinct: DistinctBlocks, trace: ModelTrace) -> Flops:
     """Of the whole model.
 
     Every product costs twice its forward FLOPs in the backward pass, once for each operand.
     """
-    parts = _all_parts(sketch, trace)
+    parts = _all_parts(distinct, trace)
     forward = sum(part.forward.flops for part in parts)
     return Flops(3 * forward, forward + sum(part.backward.flops for part in parts))
 
 
-def _all_parts(sketch: Sketch, trace: ModelTrace) -> list[PartTrace]:
-    return [trace.embed, *(trace.blocks[kind] for kind in sketch.order), trace.head]
+def _all_parts(distinct: DistinctBlocks, trace: ModelTrace) -> list[PartTrace]:
+    return [trace.embed, *(trace.blocks[kind] for kind in distinct.order), trace.head]
 
 
 def seconds(work: Work, rates: Rates, dtype: str, share: Share = WHOLE) -> float:
@@ -79,19 +79,21 @@ def _product_seconds(matmul: Matmul, rates: Rates, dtype: str, share: Share) -> 
     return flops * matmul.flops / rate
 
 
-def optimizer_seconds(sketch: Sketch, plan: Plan, optimizer: optax.GradientTransformation, rates: Rates) -> float:
+def optimizer_seconds(
+    distinct: DistinctBlocks, plan: Plan, optimizer: optax.GradientTransformation, rates: Rates
+) -> float:
     """Of the update: memory passes alone, over the norm's gradient and everything the update reads and writes."""
-    return update_bytes(sketch, plan, optimizer) / rates.memory_bytes_per_s
+    return update_bytes(distinct, plan, optimizer) / rates.memory_bytes_per_s
 
 
-def update_bytes(sketch: Sketch, plan: Plan, optimizer: optax.GradientTransformation) -> int:
+def update_bytes(distinct: DistinctBlocks, plan: Plan, optimizer: optax.GradientTransformation) -> int:
     """Bytes one device reads and writes to update its OS shard and to make its P shard of it.
 
     The float32 gradient is read for the norm and for the update; master and state are read and written; where P is
     kept as a copy, the master is read once more and its shard written, before the gather.
     """
-    total = sum(2 * leaf.num_bytes * leaf.count for leaf in stored_opt_state(sketch, plan, optimizer))
-    for leaf, count in leaf_counts(sketch, plan):
+    total = sum(2 * leaf.num_bytes * leaf.count for leaf in stored_opt_state(distinct, plan, optimizer))
+    for leaf, count in leaf_counts(distinct, plan):
         total += (2 * GRAD_BYTES + 2 * MASTER_BYTES) * leaf.num_opt_shard * count
         if leaf.has_copy(plan.compute_dtype):
             total += (MASTER_BYTES + plan.compute_dtype.itemsize) * leaf.num_opt_shard * count

@@ -25,7 +25,7 @@ from amsp_jax.engine.collectives import Reduction, reduction_steps
 from amsp_jax.engine.plan import MASTER_BYTES, LeafPlan, Plan
 from amsp_jax.engine.train_step import StepSettings
 from amsp_jax.model import Params
-from amsp_jax.predict.cost.sketch import Sketch
+from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
 from amsp_jax.predict.cost.storage import leaf_counts, stored_opt_state
 from amsp_jax.predict.cost.trace import ModelTrace, PartTrace
 
@@ -88,25 +88,25 @@ shortfall was 11 % in the table of benchmarks/memory.md, on which this was calib
 
 
 def argument_bytes(
-    sketch: Sketch, plan: Plan, optimizer: optax.GradientTransformation, batch_bytes: int
+    distinct: DistinctBlocks, plan: Plan, optimizer: optax.GradientTransformation, batch_bytes: int
 ) -> MemoryEstimate:
     """The step's arguments alone, exact: what `memory_analysis().argument_size_in_bytes` says of the compiled step.
 
     Args:
-      sketch: of the model.
-      plan: of the sketch's parameters.
+      distinct: the model with each distinct block once.
+      plan: of the parameters of `distinct`.
       optimizer: any optax transform.
       batch_bytes: of one device's rows of all microbatches.
     """
     return MemoryEstimate(
-        master=sum(leaf.num_opt_shard * count for leaf, count in leaf_counts(sketch, plan)) * MASTER_BYTES,
-        opt_state=sum(leaf.num_bytes * leaf.count for leaf in stored_opt_state(sketch, plan, optimizer)),
+        master=sum(leaf.num_opt_shard * count for leaf, count in leaf_counts(distinct, plan)) * MASTER_BYTES,
+        opt_state=sum(leaf.num_bytes * leaf.count for leaf in stored_opt_state(distinct, plan, optimizer)),
         batch=batch_bytes + _STEP_BYTES,
     )
 
 
 def estimate(
-    sketch: Sketch,
+    distinct: DistinctBlocks,
     plan: Plan,
     trace: ModelTrace,
     optimizer: optax.GradientTransformation,
@@ -116,15 +116,15 @@ def estimate(
     """The peak of a step.
 
     Args:
-      sketch: of the model.
-      plan: of the sketch's parameters.
-      trace: of the sketch on one microbatch, with the rematerialisation of `settings`.
+      distinct: the model with each distinct block once.
+      plan: of the parameters of `distinct`.
+      trace: of `distinct` on one microbatch, with the rematerialisation of `settings`.
       optimizer: any optax transform.
       settings: how the step computes.
       accumulation: microbatches of a step.
     """
-    arguments = argument_bytes(sketch, plan, optimizer, accumulation * trace.batch_bytes)
-    return at_peak(arguments, _Moments(sketch, plan, trace, settings, accumulation).all())
+    arguments = argument_bytes(distinct, plan, optimizer, accumulation * trace.batch_bytes)
+    return at_peak(arguments, _Moments(distinct, plan, trace, settings, accumulation).all())
 
 
 def at_peak(arguments: MemoryEstimate, moments: Iterable[Moment]) -> MemoryEstimate:
@@ -188,26 +188,26 @@ class _Moments:
     """What is alive, beside the arguments, at the moments that may be the peak."""
 
     def __init__(
-        self, sketch: Sketch, plan: Plan, trace: ModelTrace, settings: StepSettings, accumulation: int
+        self, distinct: DistinctBlocks, plan: Plan, trace: ModelTrace, settings: StepSettings, accumulation: int
     ) -> None:
-        embed, blocks, head = sketch.model.split(plan.leaves)
+        embed, blocks, head = distinct.model.split(plan.leaves)
         wire = plan.compute_dtype, settings.reduction
         kinds = [PartBytes.of(block, leaves, *wire) for block, leaves in zip(trace.blocks, blocks, strict=True)]
         self.embed, self.head = PartBytes.of(trace.embed, embed, *wire), PartBytes.of(trace.head, head, *wire)
-        self.backwards = [kinds[kind] for kind in reversed(sketch.order)]
-        self.accumulates, self.tied, self.axes = accumulation > 1, sketch.model.tied, plan.axes
+        self.backwards = [kinds[kind] for kind in reversed(distinct.order)]
+        self.accumulates, self.tied, self.axes = accumulation > 1, distinct.model.tied, plan.axes
         self.has_replicas = bool(self.axes.replica) or plan.parallel.context > 1
         once = bool(self.axes.grad or self.axes.opt or self.axes.replica)
         self.window = reduction_window(blocks, is_last=once and settings.peel_last)
         self.zeros = sum(num_values(leaf) for leaf in jax.tree.leaves(embed)) * GRAD_BYTES
         # See `step._head_of`; a tied table's gradient is complete only with the embedding's.
         self.head_waits = self.tied or any(leaf.param_axes for leaf in jax.tree.leaves(head))
-        self.opt_grads = sum(leaf.num_opt_shard * n for leaf, n in leaf_counts(sketch, plan)) * GRAD_BYTES
+        self.opt_grads = sum(leaf.num_opt_shard * n for leaf, n in leaf_counts(distinct, plan)) * GRAD_BYTES
         reduced = [sum(leaf.num_opt_shard for leaf in jax.tree.leaves(leaves)) for leaves in blocks]
-        late = [reduced[kind] for kind in sketch.order][: self.window]
+        late = [reduced[kind] for kind in distinct.order][: self.window]
         self.flat_grads = sum(late) * settings.reduction.dtype.itemsize
         # Of the blocks that go backward first, as many make their gradients at once.
-        self.num_at_once = len(self.backwards) - num_untied([blocks[kind] for kind in sketch.order], self.window)
+        self.num_at_once = len(self.backwards) - num_untied([blocks[kind] for kind in distinct.order], self.window)
         self.waits = self.accumulates and reduction_window(blocks) is None
         stages = [self.embed, self.head, *self.backwards]
         self.copies, self.grads = sum(stage.copy for stage in stages), sum(stage.grads for stage in stages)

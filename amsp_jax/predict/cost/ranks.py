@@ -55,7 +55,7 @@ def shares(model: Model, leaves: Params, parallel: ModelParallel) -> tuple[Share
     The embedding of a vocabulary split over ranks writes every token's row on each rank, so its share is 1/c.
 
     Args:
-      model: the sketch's.
+      model: the distinct's.
       leaves: `Plan.leaves` for it.
       parallel: the ranks.
     """

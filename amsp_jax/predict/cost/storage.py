@@ -1,4 +1,4 @@
-"""What of a model is stored on one device, leaf by leaf, read off the plan of its sketch: exact."""
+"""What of a model is stored on one device, leaf by leaf, read off the plan of its distinct blocks: exact."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import optax
 from amsp_jax.engine.optimizer import abstract_opt_state, moment_plans
 from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.engine.plan import MASTER_BYTES, LeafPlan, Plan, key_name
-from amsp_jax.predict.cost.sketch import Sketch
+from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
 from amsp_jax.strategy import Degrees
 
 
@@ -43,11 +43,11 @@ class StateBytes:
     grad_bytes: int = 4
 
     @classmethod
-    def of(cls, sketch: Sketch, plan: Plan, optimizer: optax.GradientTransformation) -> StateBytes:
+    def of(cls, distinct: DistinctBlocks, plan: Plan, optimizer: optax.GradientTransformation) -> StateBytes:
         """Of a model; `plan` is that of one device."""
-        embed, _, head = sketch.model.split(plan.leaves)
-        values = sum(math.prod(leaf.shape) * count for leaf, count in leaf_counts(sketch, plan))
-        states = sum(leaf.num_bytes * leaf.count for leaf in stored_opt_state(sketch, plan, optimizer))
+        embed, _, head = distinct.model.split(plan.leaves)
+        values = sum(math.prod(leaf.shape) * count for leaf, count in leaf_counts(distinct, plan))
+        states = sum(leaf.num_bytes * leaf.count for leaf in stored_opt_state(distinct, plan, optimizer))
         ends = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((embed, head)))
         return cls(values, ends, MASTER_BYTES * values + states, plan.compute_dtype.itemsize)
 
@@ -67,26 +67,26 @@ class StateBytes:
         return self.stored_bytes / (t * p * degrees.opt_state.total), copies + grads
 
 
-def leaf_counts(sketch: Sketch, plan: Plan) -> list[tuple[LeafPlan, int]]:
-    """The leaves of a sketch's plan, and how many of each the whole model has."""
-    return list(zip(jax.tree.leaves(plan.leaves), jax.tree.leaves(_counts(sketch, plan.leaves)), strict=True))
+def leaf_counts(distinct: DistinctBlocks, plan: Plan) -> list[tuple[LeafPlan, int]]:
+    """The leaves of the plan of a model's distinct blocks, and how many of each the whole model has."""
+    return list(zip(jax.tree.leaves(plan.leaves), jax.tree.leaves(_counts(distinct, plan.leaves)), strict=True))
 
 
-def _counts(sketch: Sketch, tree: Any) -> Any:
-    """In place of each leaf of a tree of the sketch's parameters: how many the whole model has."""
-    model = sketch.model
+def _counts(distinct: DistinctBlocks, tree: Any) -> Any:
+    """In place of each leaf of a tree of the parameters of `distinct`: how many the whole model has."""
+    model = distinct.model
     embed, blocks, head = model.split(tree)
     ones = jax.tree.map(lambda _: 1, (embed, head))
-    counts = [jax.tree.map(lambda _, n=n: n, block) for block, n in zip(blocks, sketch.counts, strict=True)]
+    counts = [jax.tree.map(lambda _, n=n: n, block) for block, n in zip(blocks, distinct.counts, strict=True)]
     return model.join(ones[0], counts, ones[1])
 
 
-def stored_opt_state(sketch: Sketch, plan: Plan, optimizer: optax.GradientTransformation) -> list[StoredLeaf]:
+def stored_opt_state(distinct: DistinctBlocks, plan: Plan, optimizer: optax.GradientTransformation) -> list[StoredLeaf]:
     """The optimizer's state on one device: moments at the OS sharding, anything else whole."""
     find = moment_plans(plan)
     return [
         StoredLeaf(_stored_values(find(path, x), x) * x.dtype.itemsize, count)
-        for path, x, count in _true_opt_state(sketch, optimizer)
+        for path, x, count in _true_opt_state(distinct, optimizer)
     ]
 
 
@@ -96,11 +96,11 @@ def _stored_values(leaf: LeafPlan | None, x: jax.ShapeDtypeStruct) -> int:
 
 @functools.lru_cache(maxsize=32)
 def _true_opt_state(
-    sketch: Sketch, optimizer: optax.GradientTransformation
+    distinct: DistinctBlocks, optimizer: optax.GradientTransformation
 ) -> tuple[tuple[Any, jax.ShapeDtypeStruct, int], ...]:
     """(path, true shape, count) of each leaf; one that belongs to no parameter, such as a counter, is there once."""
-    params = sketch.model.abstract_params()
-    flat, _ = jax.tree_util.tree_flatten_with_path(_counts(sketch, params))
+    params = distinct.model.abstract_params()
+    flat, _ = jax.tree_util.tree_flatten_with_path(_counts(distinct, params))
     counts = {_names(path): count for path, count in flat}
     state, _ = jax.tree_util.tree_flatten_with_path(abstract_opt_state(optimizer, params))
 

@@ -22,6 +22,7 @@ from amsp_jax.engine.blocks import Gather, Remat, policy, run_blocks
 from amsp_jax.engine.collectives import Reduction
 from amsp_jax.engine.plan import make_plan
 from amsp_jax.model import Params
+from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
 from amsp_jax.predict.cost.program import (
     Operation,
     Program,
@@ -32,7 +33,6 @@ from amsp_jax.predict.cost.program import (
     pruned,
     traffic_bytes,
 )
-from amsp_jax.predict.cost.sketch import Sketch
 from amsp_jax.strategy import DataRanks
 
 
@@ -101,7 +101,7 @@ class PartTrace:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelTrace:
-    """The parts of a sketch: `blocks[kind]` for each of its blocks; `batch_bytes` of a device's microbatch."""
+    """Traces of a model's parts, each distinct block once, and `batch_bytes` of a device's microbatch."""
 
     embed: PartTrace
     blocks: tuple[PartTrace, ...]
@@ -109,17 +109,19 @@ class ModelTrace:
     batch_bytes: int
 
 
-def trace_model(sketch: Sketch, microbatch: int, seq_len: int, remat: Remat, compute_dtype: Any) -> ModelTrace:
+def trace_model(
+    distinct: DistinctBlocks, microbatch: int, seq_len: int, remat: Remat, compute_dtype: Any
+) -> ModelTrace:
     """Traces each distinct part of a model.
 
     Args:
-      sketch: of a model that was built with the attention of the device that will run it.
+      distinct: of a model that was built with the attention of the device that will run it.
       microbatch: rows on one device.
       seq_len: tokens of a row.
       remat: what blocks keep.
       compute_dtype: of gathered parameters.
     """
-    model, tracer = sketch.model, _Tracer(sketch, microbatch, seq_len, remat, jnp.dtype(compute_dtype))
+    model, tracer = distinct.model, _Tracer(distinct, microbatch, seq_len, remat, jnp.dtype(compute_dtype))
     with cudnn_assumed():
         embed, x = tracer.embed()
         blocks = []
@@ -178,10 +180,10 @@ def cudnn_assumed() -> Iterator[None]:
 
 
 class _Tracer:
-    """Abstract arguments of a sketch's parts, and their traces."""
+    """Abstract arguments of the distinct parts, and their traces."""
 
-    def __init__(self, sketch: Sketch, microbatch: int, seq_len: int, remat: Remat, dtype: jnp.dtype) -> None:
-        self.model, self.remat, self.gather = sketch.model, remat, Gather(dtype, Reduction.of(jnp.float32))
+    def __init__(self, distinct: DistinctBlocks, microbatch: int, seq_len: int, remat: Remat, dtype: jnp.dtype) -> None:
+        self.model, self.remat, self.gather = distinct.model, remat, Gather(dtype, Reduction.of(jnp.float32))
         params = self.model.abstract_params()
         # One device: gathers are the identity, and keep the names that policies look at.
         leaves = make_plan("ddp", params, DataRanks(1), compute_dtype=dtype).leaves

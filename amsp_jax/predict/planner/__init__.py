@@ -1,8 +1,8 @@
 """Every strategy for a model on a cluster, ranked: what fits, how long its step takes, why the others do not do."""
 
-from amsp_jax.predict.planner.scorer import GroupCost, MessageCost, Scorer
+from amsp_jax.predict.planner.scorer import MessageCost, MicrobatchGroupCost, Scorer
 from amsp_jax.predict.planner.search import NothingFits, candidates, search
-from amsp_jax.predict.planner.suggestions import nothing_fits
+from amsp_jax.predict.planner.suggestions import nothing_fits_message
 from amsp_jax.predict.planner.types import (
     Candidate,
     Estimate,
@@ -18,7 +18,7 @@ from amsp_jax.predict.planner.types import (
 __all__ = [
     "Candidate",
     "Estimate",
-    "GroupCost",
+    "MicrobatchGroupCost",
     "MessageCost",
     "NothingFits",
     "Objective",
@@ -29,7 +29,7 @@ __all__ = [
     "Space",
     "Workload",
     "candidates",
-    "nothing_fits",
+    "nothing_fits_message",
     "search",
     "strategy_of",
 ]

@@ -31,7 +31,7 @@ from amsp_jax.strategy import DataRanks, Degrees, parse
 
 @dataclasses.dataclass(frozen=True)
 class _Coarse:
-    """Of a strategy and a layout, for each distinct part; and of the update."""
+    """Of a strategy and a way to cut the model, for each distinct part; and of the update."""
 
     messages: list[list[tuple[Collective, float]]]
     accumulate_s: list[float]
@@ -44,7 +44,7 @@ class Bounds:
     def __init__(self, scorer: Scorer) -> None:
         self.scorer, self.quick = scorer, _Extrapolating(scorer)
         whole = scorer.plan(parse("ddp").resolve(DataRanks(1)))
-        self.states = StateBytes.of(scorer.sketch, whole, scorer.workload.optimizer)
+        self.states = StateBytes.of(scorer.distinct, whole, scorer.workload.optimizer)
 
     def least_s(self, point: Candidate) -> float:
         """Seconds of any candidate that differs from `point` in its strategy alone: computing, and what cutting a
@@ -110,7 +110,7 @@ class Bounds:
     def _large_values(self, tensor: int) -> list[int]:
         """Values of each distinct part's large leaves on a tensor rank: those that are always sharded."""
         plan = self.scorer.plan(parse("ddp").resolve(DataRanks(1)), ModelParallel(tensor=tensor))
-        embed, blocks, head = self.scorer.sketch.model.split(plan.leaves)
+        embed, blocks, head = self.scorer.distinct.model.split(plan.leaves)
         sizes = [[math.prod(leaf.rank_shape) for leaf in jax.tree.leaves(part)] for part in (embed, *blocks, head)]
         return [sum(size for size in part if size >= LARGE_LEAF) for part in sizes]
 
@@ -140,8 +140,8 @@ class Bounds:
         one virtual stage."""
         trace = self.quick.rank_trace(candidate.microbatch, candidate.kept, candidate.inner)
         if candidate.parallel.pipeline == 1:
-            saved = sum(trace.blocks[kind].saved_bytes for kind in self.scorer.sketch.order)
-            return candidate.group * saved + trace.head.backward_bytes
+            saved = sum(trace.blocks[kind].saved_bytes for kind in self.scorer.distinct.order)
+            return candidate.microbatch_group * saved + trace.head.backward_bytes
         chunks = self.scorer.chunks(candidate)
         saved = max(sum(trace.blocks[kind].saved_bytes for kind in kinds) for _, kinds in chunks.virtual)
         return saved + num_slots(self.scorer.schedule(candidate)) * trace.blocks[0].output_bytes

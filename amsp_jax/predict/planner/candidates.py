@@ -1,10 +1,10 @@
-"""The space with models that are cut: layouts, and the search through them by bounds.
+"""Candidates where models are cut over tensor, pipeline or context ranks, and the search through them by bounds.
 
-With tensor, pipeline and context ranks there are hundreds of thousands of points. Those that differ in their strategy
-alone share a bound: their computing, the collectives of the cut model and its bubble, which no strategy avoids. Each
-has a closer bound of its own (`bounds`). Points are looked at by rising bound, until the bound alone is longer than the
-best of what was scored in full. So the first of the ranking are those of the whole space; what was left out is counted,
-with why.
+Such a space has hundreds of thousands of candidates. Candidates that differ in their strategy alone are a family. A
+family has one bound: the time to compute, the collectives of the cut model, and the pipeline's bubble, which no
+strategy avoids. Each candidate has a closer bound of its own (`bounds`). The search takes candidates by rising bound,
+and stops when the next bound is longer than the best steps scored in full. So the head of the ranking is the same as if
+every candidate had been scored. Candidates that are left out are counted by reason.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from amsp_jax.strategy import Degrees, all_degrees, parse
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
-    """Points that differ in their strategy alone.
+class Family:
+    """Candidates that differ in their strategy alone.
 
     Attributes:
-      point: one of them, with everything sharded over everything.
-      degrees: their strategies.
-      least_s: no step of any of them is shorter.
+      example: one candidate of the family, with everything sharded over everything.
+      degrees: the strategies of the family's candidates.
+      least_s: seconds that no step of the family falls below.
     """
 
-    point: Candidate
+    example: Candidate
     degrees: Sequence[Degrees]
     least_s: float
 
 
 @dataclasses.dataclass
 class Found:
-    """What a search has come to.
+    """The outcome of a search.
 
     Attributes:
-      ranked, rejected: of the points that were looked at one by one.
-      not_scored: of the others.
+      ranked, rejected: candidates that were looked at one by one.
+      not_scored: how many other candidates were left out, by reason.
     """
 
     ranked: list[Estimate]
@@ -56,11 +56,11 @@ class Found:
     not_scored: Counter[Reason]
 
 
-def groups(scorer: Scorer, bounds: Bounds, space: Space) -> tuple[list[Group], Counter[Reason]]:
-    """The groups of a space by rising bound, and how many points are in none, by reason."""
-    found: list[Group] = []
+def families(scorer: Scorer, bounds: Bounds, space: Space) -> tuple[list[Family], Counter[Reason]]:
+    """The families of a space by rising bound, and how many candidates belong to no family, by reason."""
+    found: list[Family] = []
     left_out: Counter[Reason] = Counter()
-    for parallel in layouts(space):
+    for parallel in model_cuts(space):
         variants = list(_variants(parallel, space))
         try:
             ranks = parallel.data_ranks(scorer.cluster.num_nodes, scorer.cluster.devices_per_node)
@@ -70,27 +70,26 @@ def groups(scorer: Scorer, bounds: Bounds, space: Space) -> tuple[list[Group], C
         degrees = all_degrees(ranks)
         kept = [one for one in degrees if not (space.fill_nodes and one.warnings)]
         full = parse("zero3").resolve(ranks)
-        for virtual_stages, microbatch, remat, group in variants:
-            point = Candidate(full, microbatch, remat, parallel, virtual_stages, space.schedule, group)
-            if reason := _refused(scorer, point):
+        for virtual_stages, microbatch, remat, size in variants:
+            example = Candidate(full, microbatch, remat, parallel, virtual_stages, space.pipeline_schedule, size)
+            if reason := _refused(scorer, example):
                 left_out[reason] += len(degrees)
                 continue
             left_out[Reason.NODE_NOT_FULL] += len(degrees) - len(kept)
-            found.append(Group(point, kept, bounds.least_s(point)))
-    return sorted(found, key=lambda group: group.least_s), +left_out
+            found.append(Family(example, kept, bounds.least_s(example)))
+    return sorted(found, key=lambda family: family.least_s), +left_out
 
 
-def layouts(space: Space) -> Iterator[ModelParallel]:
-    """Every way to cut a model, stages that are fewer first."""
+def model_cuts(space: Space) -> Iterator[ModelParallel]:
+    """Every way to cut a model, fewer pipeline stages first."""
     for pipeline, context, tensor in itertools.product(space.pipelines, space.contexts, space.tensors):
         yield ModelParallel(pipeline=pipeline, context=context, tensor=tensor)
 
 
 def _variants(parallel: ModelParallel, space: Space) -> Iterator[tuple[int, int, Remat, int]]:
-    """Virtual stages, microbatch, rematerialisation and group, without those that are the same program as another, or
-    none."""
+    """Every (virtual stages, microbatch, rematerialisation, microbatch group), each program once."""
     if parallel.pipeline == 1:
-        return itertools.product((1,), space.microbatches, space.remats, space.groups)
+        return itertools.product((1,), space.microbatches, space.remats, space.microbatch_groups)
     remats = space.remats
     if Remat.FULL in remats:
         # In a pipeline `full` and `none` keep the same: see `Candidate.kept`.
@@ -99,37 +98,37 @@ def _variants(parallel: ModelParallel, space: Space) -> Iterator[tuple[int, int,
 
 
 def _refused(scorer: Scorer, point: Candidate) -> Reason | None:
-    """Why no strategy of a group can be had, as the step would say."""
+    """Why the step would refuse every candidate of a family; None if it would not."""
     workload, parallel = scorer.workload, point.parallel
     if workload.global_batch % (point.microbatch * point.degrees.ranks.total):
         return Reason.BATCH
-    if point.accumulation(workload.global_batch) % point.group:
-        return Reason.GROUP
+    if point.accumulation(workload.global_batch) % point.microbatch_group:
+        return Reason.MICROBATCH_GROUP
     try:
         check_sequence(workload.seq_len, parallel.context, parallel.tensor)
         scorer.check_split(parallel)
         if parallel.pipeline > 1:
-            assign_blocks(len(scorer.sketch.order), parallel.pipeline, point.virtual_stages)
+            assign_blocks(len(scorer.distinct.order), parallel.pipeline, point.virtual_stages)
     except UserError:
         return Reason.SPLIT
     try:
         scorer.schedule(point)
     except UserError:
-        return Reason.SCHEDULE
+        return Reason.PIPELINE_SCHEDULE
     return None
 
 
 class _Queue:
-    """Candidates by rising bound. Those of a group come in when no other has a smaller one."""
+    """Candidates by rising bound; a family is opened when no queued candidate has a smaller bound."""
 
-    def __init__(self, pending: Sequence[Group], bounds: Bounds, limit: int) -> None:
+    def __init__(self, pending: Sequence[Family], bounds: Bounds, limit: int) -> None:
         self.pending, self.bounds, self.limit = list(reversed(pending)), bounds, limit
         self.too_large = 0
         self._heap: list[tuple[float, int, Candidate]] = []
         self._count = itertools.count()
 
     def pop(self) -> tuple[float, Candidate] | None:
-        """The next with its bound; None after the last."""
+        """Takes the next candidate with its bound; None after the last."""
         while self.pending and (not self._heap or self.pending[-1].least_s <= self._heap[0][0]):
             self._open(self.pending.pop())
         if not self._heap:
@@ -137,29 +136,29 @@ class _Queue:
         bound_s, _, candidate = heapq.heappop(self._heap)
         return bound_s, candidate
 
-    def _open(self, group: Group) -> None:
-        fits = self.bounds.fits(group.point, group.degrees, self.limit)
-        self.too_large += len(group.degrees) - len(fits)
+    def _open(self, family: Family) -> None:
+        fits = self.bounds.fits(family.example, family.degrees, self.limit)
+        self.too_large += len(family.degrees) - len(fits)
         for degrees in fits:
-            candidate = dataclasses.replace(group.point, degrees=degrees)
+            candidate = dataclasses.replace(family.example, degrees=degrees)
             heapq.heappush(self._heap, (self.bounds.step_s(candidate), next(self._count), candidate))
 
     def __len__(self) -> int:
-        """How many are left."""
-        return len(self._heap) + sum(len(group.degrees) for group in self.pending)
+        """How many candidates are left."""
+        return len(self._heap) + sum(len(family.degrees) for family in self.pending)
 
 
-def look_through(scorer: Scorer, space: Space, limit: int, num_exact: int) -> Found:
+def search_by_bound(scorer: Scorer, space: Space, limit: int, num_exact: int) -> Found:
     """Scores candidates by rising bound, until the next bound is longer than the best `num_exact` steps found.
 
     Args:
       scorer: of the workload on the cluster, by step time.
-      space: what to look through.
+      space: the candidates.
       limit: bytes of one device.
-      num_exact: as many of the first are those of the whole space.
+      num_exact: how many candidates at the head of the ranking are certain to be those of the whole space.
     """
     bounds = Bounds(scorer)
-    pending, left_out = groups(scorer, bounds, space)
+    pending, left_out = families(scorer, bounds, space)
     queue, found = _Queue(pending, bounds, limit), Found([], [], left_out)
     times: list[float] = []
     while item := queue.pop():

@@ -19,12 +19,12 @@ from amsp_jax.engine.train_step import StepSettings
 from amsp_jax.errors import UserError
 from amsp_jax.model import Params
 from amsp_jax.predict.cluster import Cluster, Network, Rates
-from amsp_jax.predict.cost import amsp, compute, group_memory, memory, model_axes, ranks, stage_memory
+from amsp_jax.predict.cost import amsp, compute, memory, microbatch_group_memory, model_axes, pipeline_memory, ranks
 from amsp_jax.predict.cost.communication import ONCE, Collective, PartPlans, Phase, WireDtypes, messages, part_plans
+from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
 from amsp_jax.predict.cost.memory import MemoryEstimate
 from amsp_jax.predict.cost.pipeline_timeline import Chunks, OnceTimes, pipeline_timeline, tick_counts
 from amsp_jax.predict.cost.ranks import Share, shares
-from amsp_jax.predict.cost.sketch import Sketch
 from amsp_jax.predict.cost.storage import leaf_counts
 from amsp_jax.predict.cost.timeline import BESIDE_A_LOOP, PartTimes, StepTimes, Timeline, simulate
 from amsp_jax.predict.cost.trace import ModelTrace, trace_model
@@ -54,7 +54,7 @@ class MessageCost:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupCost:
+class MicrobatchGroupCost:
     """What groups of microbatches cost beside their messages.
 
     Attributes:
@@ -86,8 +86,8 @@ class Scorer:
         self.workload, self.cluster, self.objective = workload, cluster, objective
         self.network = cluster.network or Network()
         self.rates: Rates = cluster.rates
-        self.sketch = Sketch.of(workload.model)
-        self._abstract_params = self.sketch.model.abstract_params()
+        self.distinct = DistinctBlocks.of(workload.model)
+        self._abstract_params = self.distinct.model.abstract_params()
 
     @functools.cached_property
     def wire(self) -> WireDtypes:
@@ -97,7 +97,7 @@ class Scorer:
     @functools.cache  # noqa: B019  a scorer lives as long as one search
     def trace(self, microbatch: int, remat: Remat) -> ModelTrace:
         """The model at this microbatch, whole."""
-        return trace_model(self.sketch, microbatch, self.workload.seq_len, remat, self.workload.compute_dtype)
+        return trace_model(self.distinct, microbatch, self.workload.seq_len, remat, self.workload.compute_dtype)
 
     @functools.cache  # noqa: B019
     def rank_trace(self, microbatch: int, remat: Remat, inner: ModelParallel) -> ModelTrace:
@@ -106,7 +106,7 @@ class Scorer:
 
     @functools.cache  # noqa: B019
     def plan(self, degrees: Degrees, parallel: ModelParallel = ALONE) -> Plan:
-        """Of the sketch: each distinct block once.
+        """The plan of the model with each distinct block once.
 
         Raises:
           UserError: the model does not split over the tensor or context ranks.
@@ -117,11 +117,11 @@ class Scorer:
         )
 
     def _splits(self, parallel: ModelParallel) -> Params | None:
-        splits = self.sketch.model.splits()
+        splits = self.distinct.model.splits()
         if splits is None and parallel.tensor * parallel.context > 1:
             raise UserError(
-                f"{parallel}: {self.sketch.model.name} does not say how its parameters are split (Part.splits); leave "
-                "TENSOR and CONTEXT at 1"
+                f"{parallel}: {self.distinct.model.name} does not say how its parameters are split (Part.splits); use "
+                "tensor=1 and context=1"
             )
         return splits
 
@@ -129,7 +129,7 @@ class Scorer:
     def parts(self, degrees: Degrees, parallel: ModelParallel = ALONE) -> PartPlans:
         """The model's parts under these degrees."""
         leaves = self.plan(degrees, parallel).leaves
-        return part_plans(self.sketch.model, leaves, self.sketch.order, self.stages(parallel))
+        return part_plans(self.distinct.model, leaves, self.distinct.order, self.stages(parallel))
 
     def stages(self, parallel: ModelParallel) -> Degree:
         """How many stages lie in a node, times how many nodes they span."""
@@ -178,11 +178,11 @@ class Scorer:
     @functools.cache  # noqa: B019
     def _shares(self, inner: ModelParallel) -> tuple[Share, ...]:
         leaves = self.plan(parse("ddp").resolve(DataRanks(1)), inner).leaves
-        return shares(self.sketch.model, leaves, inner)
+        return shares(self.distinct.model, leaves, inner)
 
     @functools.cache  # noqa: B019
     def _flops(self, microbatch: int, remat: Remat) -> compute.Flops:
-        return compute.flops(self.sketch, self.trace(microbatch, remat))
+        return compute.flops(self.distinct, self.trace(microbatch, remat))
 
     def settings(self, candidate: Candidate) -> StepSettings:
         """Of the step that would run."""
@@ -192,9 +192,9 @@ class Scorer:
             remat=candidate.remat,
             peel_first=self.workload.peel,
             peel_last=self.workload.peel,
-            schedule=candidate.schedule,
+            schedule=candidate.pipeline_schedule,
             virtual_stages=candidate.virtual_stages,
-            group=candidate.group,
+            group=candidate.microbatch_group,
         )
 
     def schedule(self, candidate: Candidate) -> Schedule:
@@ -204,7 +204,9 @@ class Scorer:
           UserError: its microbatches do not fill it.
         """
         accumulation = candidate.accumulation(self.workload.global_batch)
-        return Schedule(candidate.schedule, candidate.parallel.pipeline, candidate.virtual_stages, accumulation)
+        return Schedule(
+            candidate.pipeline_schedule, candidate.parallel.pipeline, candidate.virtual_stages, accumulation
+        )
 
     @functools.cache  # noqa: B019
     def memory(self, candidate: Candidate) -> MemoryEstimate:
@@ -214,12 +216,12 @@ class Scorer:
         )  # fmt: skip
         trace = self.rank_trace(candidate.microbatch, candidate.kept, candidate.inner)
         if candidate.parallel.pipeline > 1:
-            return stage_memory.estimate(self.sketch, plan, trace, optimizer, settings, self.schedule(candidate))
-        if candidate.group > 1:
+            return pipeline_memory.estimate(self.distinct, plan, trace, optimizer, settings, self.schedule(candidate))
+        if candidate.microbatch_group > 1:
             rounds = candidate.rounds(self.workload.global_batch)
-            return group_memory.estimate(self.sketch, plan, trace, optimizer, settings, rounds)
+            return microbatch_group_memory.estimate(self.distinct, plan, trace, optimizer, settings, rounds)
         accumulation = candidate.accumulation(self.workload.global_batch)
-        return memory.estimate(self.sketch, plan, trace, optimizer, settings, accumulation)
+        return memory.estimate(self.distinct, plan, trace, optimizer, settings, accumulation)
 
     def estimate(self, candidate: Candidate, record: bool = False) -> Estimate:
         """Everything that is predicted of a candidate; with the events of its timeline if `record`.
@@ -278,11 +280,11 @@ class Scorer:
     @functools.cache  # noqa: B019
     def _optimizer_s(self, degrees: Degrees, parallel: ModelParallel) -> float:
         plan = self.plan(degrees, parallel)
-        return compute.optimizer_seconds(self.sketch, plan, self.workload.optimizer, self.rates)
+        return compute.optimizer_seconds(self.distinct, plan, self.workload.optimizer, self.rates)
 
     def chunks(self, candidate: Candidate) -> Chunks:
         """Of its pipeline."""
-        return Chunks.of(self.sketch.order, candidate.parallel.pipeline, candidate.virtual_stages)
+        return Chunks.of(self.distinct.order, candidate.parallel.pipeline, candidate.virtual_stages)
 
     def send(self, candidate: Candidate) -> Collective:
         """One hop between stages."""
@@ -312,7 +314,7 @@ class Scorer:
 
     @functools.cached_property
     def _whole_leaves(self) -> list[tuple[LeafPlan, int]]:
-        return leaf_counts(self.sketch, self.plan(parse("ddp").resolve(self.cluster.ranks)))
+        return leaf_counts(self.distinct, self.plan(parse("ddp").resolve(self.cluster.ranks)))
 
     def needed_bytes(self, candidate: Candidate) -> int:
         """Of one device: the peak with a margin; for the paper's objective, its formula and the saved activations."""
@@ -320,7 +322,7 @@ class Scorer:
             memory = self.memory(candidate)
             return memory.total + memory.margin_bytes
         trace = self.trace(candidate.microbatch, candidate.remat)
-        saved = sum(trace.blocks[kind].saved_bytes for kind in self.sketch.order) + trace.head.saved_bytes
+        saved = sum(trace.blocks[kind].saved_bytes for kind in self.distinct.order) + trace.head.saved_bytes
         return round(amsp.state_bytes(self.paper_job(1).num_params, candidate.degrees)) + saved
 
     def compute_s(self, candidate: Candidate) -> float:
@@ -338,7 +340,7 @@ class Scorer:
     def message_costs(self, candidate: Candidate) -> list[MessageCost]:
         """Every message of a step, equal blocks together; in a pipeline those of the stage with the most blocks, and of
         both ends."""
-        names = ["embedding", *(f"block {i}" for i in range(len(self.sketch.model.blocks))), "head"]
+        names = ["embedding", *(f"block {i}" for i in range(len(self.distinct.model.blocks))), "head"]
         if len(names) == 3:
             names[1] = "each block"
         accumulation = candidate.accumulation(self.workload.global_batch)
@@ -371,18 +373,18 @@ class Scorer:
 
     def local_kinds(self, parallel: ModelParallel, virtual_stages: int) -> list[int]:
         """How many parts of one device are of each distinct kind, where a stage has the most."""
-        order = self.sketch.order
+        order = self.distinct.order
         if parallel.pipeline > 1:
             order = Chunks.of(order, parallel.pipeline, virtual_stages).fullest
-        return [1, *(order.count(kind) for kind in range(len(self.sketch.model.blocks))), 1]
+        return [1, *(order.count(kind) for kind in range(len(self.distinct.model.blocks))), 1]
 
     def _step_times(self, candidate: Candidate) -> StepTimes:
         degrees, parallel = candidate.degrees, candidate.parallel
         plan, parts = self.plan(degrees, parallel), self.parts(degrees, parallel)
         times = self._part_times(candidate)
-        _, blocks, _ = self.sketch.model.split(plan.leaves)
+        _, blocks, _ = self.distinct.model.split(plan.leaves)
         # The order of a group leaves nothing of several parts to be combined.
-        is_grouped = candidate.group > 1
+        is_grouped = candidate.microbatch_group > 1
         return StepTimes(
             parts=[times[kind] for kind in parts.order],
             optimizer_s=self._optimizer_s(degrees, parallel),
@@ -407,25 +409,27 @@ class Scorer:
         """Of each distinct part."""
         degrees, parallel = candidate.degrees, candidate.parallel
         computed = self.computed(candidate.microbatch, candidate.kept, candidate.inner)
-        if candidate.group > 1:
+        if candidate.microbatch_group > 1:
             rate = self.rates.memory_bytes_per_s
             loops = [(ahead / rate, back / rate) for ahead, back in self._loop_bytes(candidate)]
-            computed = [_repeated(one, candidate.group, *more) for one, more in zip(computed, loops, strict=True)]
+            computed = [
+                _repeated(one, candidate.microbatch_group, *more) for one, more in zip(computed, loops, strict=True)
+            ]
         states = zip(self._messages(degrees, parallel), self._accumulate_s(degrees, parallel), strict=True)
         return [
             dataclasses.replace(one, messages_s=by_phase(costs), accumulate_s=accumulate_s)
             for one, (costs, accumulate_s) in zip(computed, states, strict=True)
         ]
 
-    def group_cost(self, candidate: Candidate) -> GroupCost | None:
+    def microbatch_group_cost(self, candidate: Candidate) -> MicrobatchGroupCost | None:
         """What groups of microbatches cost beside their messages; None without them."""
-        if candidate.group == 1:
+        if candidate.microbatch_group == 1:
             return None
         rounds = candidate.rounds(self.workload.global_batch)
         loops, order = self._loop_bytes(candidate), self.parts(candidate.degrees, candidate.parallel).order
         ahead, back = (rounds * sum(loops[kind][way] for kind in order) for way in (0, 1))
-        return GroupCost(
-            ungrouped=self.memory(dataclasses.replace(candidate, group=1)),
+        return MicrobatchGroupCost(
+            ungrouped=self.memory(dataclasses.replace(candidate, microbatch_group=1)),
             forward_bytes=round(ahead),
             backward_bytes=round(back),
             seconds=(ahead + back) / self.rates.memory_bytes_per_s,
@@ -438,7 +442,7 @@ class Scorer:
         moved = [(flows, 0), *((block.saved_bytes, flows) for block in trace.blocks), (0, flows)]
         parts = self.parts(candidate.degrees, candidate.parallel).parts
         return [
-            compute.loop_bytes(*num_bytes, part.leaves, candidate.group)
+            compute.loop_bytes(*num_bytes, part.leaves, candidate.microbatch_group)
             for num_bytes, part in zip(moved, parts, strict=True)
         ]
 

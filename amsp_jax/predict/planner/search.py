@@ -1,8 +1,8 @@
 """Enumerate, filter, score, rank.
 
 The space of nested degrees is small enough to look at every point, so the minimum is exact: 286 strategies for 128
-nodes of 8 data ranks with nodes filled first. Microbatch, group and rematerialisation are further
-factors of a candidate.
+nodes of 8 data ranks with nodes filled first. Microbatch, microbatch group and
+rematerialisation are further factors of a candidate.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from amsp_jax.predict.cluster import Cluster
 from amsp_jax.predict.cost import amsp
 from amsp_jax.predict.cost.communication import Phase
 from amsp_jax.predict.planner.bounds import Bounds
-from amsp_jax.predict.planner.candidates import Found, groups, look_through
+from amsp_jax.predict.planner.candidates import Found, families, search_by_bound
 from amsp_jax.predict.planner.scorer import Scorer
 from amsp_jax.predict.planner.types import (
     Candidate,
@@ -30,7 +30,7 @@ from amsp_jax.strategy import Degrees, all_degrees
 
 
 class NothingFits(UserError):
-    """Every candidate needs more memory than a device has; `remedy.nothing_fits` says what would help."""
+    """Every candidate needs more memory than a device has; `suggestions.nothing_fits_message` says what would help."""
 
 
 def search(
@@ -57,12 +57,12 @@ def search(
     """
     limit = cluster.memory_bytes if memory_bytes is None else memory_bytes
     scorer = Scorer(workload, cluster, objective)
-    if objective is Objective.PAPER and space.groups != (1,):
+    if objective is Objective.PAPER and space.microbatch_groups != (1,):
         raise UserError(
             "--objective paper knows no groups of microbatches; leave --microbatch-group, and group of --search"
         )
     if not space.is_data_parallel:
-        return _search_layouts(scorer, space, limit, num_exact)
+        return _search_cut_models(scorer, space, limit, num_exact)
     ranked: list[Estimate] = []
     rejected: list[Rejection] = []
     for degrees in all_degrees(cluster.ranks):
@@ -73,7 +73,7 @@ def search(
             else:
                 ranked.append(scorer.estimate(candidate))
     if not ranked:
-        raise _misfit(rejected, workload, cluster, space)
+        raise _why_none(rejected, workload, cluster, space)
     return Ranking(
         ranked=tuple(sorted(ranked, key=_order)),
         rejected=tuple(rejected),
@@ -82,12 +82,12 @@ def search(
     )
 
 
-def _search_layouts(scorer: Scorer, space: Space, limit: int, num_exact: int) -> Ranking:
+def _search_cut_models(scorer: Scorer, space: Space, limit: int, num_exact: int) -> Ranking:
     if scorer.objective is Objective.PAPER:
         raise UserError("--objective paper knows no tensor, pipeline or context ranks; leave them at 1")
-    found = look_through(scorer, space, limit, num_exact)
+    found = search_by_bound(scorer, space, limit, num_exact)
     if not found.ranked:
-        raise _layouts_misfit(scorer, space, found, limit)
+        raise _no_cut_fits(scorer, space, found, limit)
     ranked = tuple(sorted(found.ranked, key=_order))
     return Ranking(
         ranked=ranked,
@@ -112,8 +112,8 @@ def candidates(cluster: Cluster, space: Space) -> Iterator[Candidate]:
 def _points(degrees: Degrees, space: Space) -> Iterator[Candidate]:
     for microbatch in space.microbatches:
         for remat in space.remats:
-            for group in space.groups:
-                yield Candidate(degrees, microbatch, remat, group=group)
+            for size in space.microbatch_groups:
+                yield Candidate(degrees, microbatch, remat, microbatch_group=size)
 
 
 def _outside(degrees: Degrees, space: Space, objective: Objective) -> Reason | None:
@@ -129,8 +129,8 @@ def _refuse(candidate: Candidate, reason: Reason | None, workload: Workload) -> 
     """What needs no look at the model."""
     if reason is None and workload.global_batch % (candidate.microbatch * candidate.degrees.ranks.total):
         reason = Reason.BATCH
-    if reason is None and candidate.accumulation(workload.global_batch) % candidate.group:
-        reason = Reason.GROUP
+    if reason is None and candidate.accumulation(workload.global_batch) % candidate.microbatch_group:
+        reason = Reason.MICROBATCH_GROUP
     return Rejection(candidate, reason) if reason else None
 
 
@@ -139,9 +139,9 @@ def _too_large(scorer: Scorer, candidate: Candidate, limit: int) -> Rejection | 
     return Rejection(candidate, Reason.MEMORY, missing) if missing > 0 else None
 
 
-def _layouts_misfit(scorer: Scorer, space: Space, found: Found, limit: int) -> UserError:
+def _no_cut_fits(scorer: Scorer, space: Space, found: Found, limit: int) -> UserError:
     """By how much the nearest misses, of those that shard everything; or why there was nothing to score."""
-    points = [group.point for group in groups(scorer, Bounds(scorer), space)[0]]
+    points = [family.example for family in families(scorer, Bounds(scorer), space)[0]]
     model, cluster = scorer.workload.model.name, scorer.cluster
     if not points:
         reasons = ", ".join(f"{count} x {reason}" for reason, count in found.not_scored.most_common())
@@ -159,7 +159,7 @@ def _layouts_misfit(scorer: Scorer, space: Space, found: Found, limit: int) -> U
     )
 
 
-def _misfit(rejected: list[Rejection], workload: Workload, cluster: Cluster, space: Space) -> UserError:
+def _why_none(rejected: list[Rejection], workload: Workload, cluster: Cluster, space: Space) -> UserError:
     ranks = cluster.ranks.total
     missing = [r.missing_bytes for r in rejected if r.reason is Reason.MEMORY]
     if missing:
@@ -167,12 +167,12 @@ def _misfit(rejected: list[Rejection], workload: Workload, cluster: Cluster, spa
             f"no strategy for {workload.model.name} fits on {ranks} {cluster.device_kind}: the nearest misses "
             f"{min(missing) / 2**30:.1f} GiB a device"
         )
-    if any(r.reason is Reason.GROUP for r in rejected):
+    if any(r.reason is Reason.MICROBATCH_GROUP for r in rejected):
         return UserError(
-            f"GLOBAL_BATCH={workload.global_batch} gives no number of microbatches a step that divides by "
-            f"MICROBATCH_GROUP of {', '.join(map(str, space.groups))}; with MICROBATCH_GROUP=1 every one does"
+            f"global_batch={workload.global_batch} gives a step no number of microbatches that divides by "
+            f"microbatch_group of {', '.join(map(str, space.microbatch_groups))}; use microbatch_group=1"
         )
     return UserError(
-        f"GLOBAL_BATCH={workload.global_batch} divides by no MICROBATCH of {', '.join(map(str, space.microbatches))} x "
-        f"{ranks} data ranks; a multiple of {ranks} does with MICROBATCH=1"
+        f"global_batch={workload.global_batch} divides by no microbatch of {', '.join(map(str, space.microbatches))} x "
+        f"{ranks} data ranks; with microbatch=1 a multiple of {ranks} does"
     )

@@ -28,7 +28,7 @@ class _Change:
     space: Space
 
 
-def nothing_fits(workload: Workload, cluster: Cluster, space: Space, objective: Objective, limit: int) -> str:
+def nothing_fits_message(workload: Workload, cluster: Cluster, space: Space, objective: Objective, limit: int) -> str:
     """One line: the nearest candidate, what it misses, and every change that was found to help.
 
     Args:
@@ -62,10 +62,10 @@ def _hopeless(cluster: Cluster) -> str:
 def _points(scorer: Scorer, space: Space, degrees: Iterable[Degrees]) -> list[Candidate]:
     """Those by which the batch divides."""
     batch, ranks = scorer.workload.global_batch, scorer.cluster.ranks.total
-    factors = itertools.product(degrees, space.microbatches, space.remats, space.groups)
-    points = [Candidate(one, microbatch, remat, group=group) for one, microbatch, remat, group in factors]
+    factors = itertools.product(degrees, space.microbatches, space.remats, space.microbatch_groups)
+    points = [Candidate(one, microbatch, remat, microbatch_group=size) for one, microbatch, remat, size in factors]
     divided = [point for point in points if batch % (point.microbatch * ranks) == 0]
-    return [point for point in divided if point.accumulation(batch) % point.group == 0]
+    return [point for point in divided if point.accumulation(batch) % point.microbatch_group == 0]
 
 
 def _remedies(
@@ -87,9 +87,9 @@ def _frugal(change: _Change) -> _Change:
         words.append("--remat full")
     if 1 not in change.space.microbatches:
         words.append("--microbatch 1")
-    if 1 not in change.space.groups:
+    if 1 not in change.space.microbatch_groups:
         words.append("--microbatch-group 1")
-    space = dataclasses.replace(change.space, remats=(Remat.FULL,), microbatches=(1,), groups=(1,))
+    space = dataclasses.replace(change.space, remats=(Remat.FULL,), microbatches=(1,), microbatch_groups=(1,))
     return dataclasses.replace(change, text=" ".join(words), space=space)
 
 

@@ -72,26 +72,26 @@ class Space:
     Attributes:
       microbatches: sequences a rank computes at once.
       remats: what blocks keep.
-      groups: microbatches that go through each block before the next, as in `StepSettings`; 1 alone where there are
-        stages.
+      microbatch_groups: how many microbatches go through each block before the next block, as in `StepSettings`; a
+        pipeline has 1 alone.
       fill_nodes: leave out strategies that span nodes before they fill one.
       tensors, pipelines, contexts: parts of a model, as in `ModelParallel`.
       virtual_stages: chunks of blocks a stage.
-      schedule: of the pipeline, `1f1b` or `gpipe`.
+      pipeline_schedule: order of work in the pipeline, `1f1b` or `gpipe`.
     """
 
     microbatches: tuple[int, ...]
     remats: tuple[Remat, ...]
     fill_nodes: bool = True
-    groups: tuple[int, ...] = (1,)
+    microbatch_groups: tuple[int, ...] = (1,)
     tensors: tuple[int, ...] = (1,)
     pipelines: tuple[int, ...] = (1,)
     contexts: tuple[int, ...] = (1,)
     virtual_stages: tuple[int, ...] = (1,)
-    schedule: str = "1f1b"
+    pipeline_schedule: str = "1f1b"
 
     def __post_init__(self) -> None:
-        counts = {name: getattr(self, name) for name in ("microbatches", "groups", *_MODEL_PARALLEL)}
+        counts = {name: getattr(self, name) for name in ("microbatches", "microbatch_groups", *_MODEL_PARALLEL)}
         _require_counts("Space", **counts)
         empty = [name for name, values in {**counts, "remats": self.remats}.items() if not values]
         if empty:
@@ -113,8 +113,8 @@ class Candidate:
       remat: what blocks keep; in a pipeline, what the second pass over a stage keeps.
       parallel: into how many parts the model is cut.
       virtual_stages: chunks of blocks a stage.
-      schedule: of the pipeline, `1f1b` or `gpipe`.
-      group: microbatches that go through each block before the next.
+      pipeline_schedule: order of work in the pipeline, `1f1b` or `gpipe`.
+      microbatch_group: microbatches that go through each block before the next.
     """
 
     degrees: Degrees
@@ -122,8 +122,8 @@ class Candidate:
     remat: Remat
     parallel: ModelParallel = ModelParallel()
     virtual_stages: int = 1
-    schedule: str = "1f1b"
-    group: int = 1
+    pipeline_schedule: str = "1f1b"
+    microbatch_group: int = 1
 
     def __str__(self) -> str:
         text = f"{self.degrees}, "
@@ -135,8 +135,8 @@ class Candidate:
         text += "".join(f"{name} {size}, " for name, size in sizes if size > 1)
         if self.parallel.pipeline > 1:
             chunks = f" of {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
-            text += f"schedule {self.schedule}{chunks}, "
-        group = f" in groups of {self.group}" if self.group > 1 else ""
+            text += f"schedule {self.pipeline_schedule}{chunks}, "
+        group = f" in groups of {self.microbatch_group}" if self.microbatch_group > 1 else ""
         return f"{text}microbatch {self.microbatch}{group}, remat {self.remat}"
 
     @property
@@ -161,7 +161,7 @@ class Candidate:
 
     def rounds(self, global_batch: int) -> int:
         """Groups of a step: how often parameters are gathered and gradients reduced."""
-        return self.accumulation(global_batch) // self.group
+        return self.accumulation(global_batch) // self.microbatch_group
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,11 +205,11 @@ class Reason(StrEnum):
     NODE_NOT_FULL = "spans nodes before its own node is full"
     NOT_IN_PAPER = "gradients are sharded neither as parameters nor as optimizer states"
     BATCH = "the global batch does not divide by microbatch x data ranks"
-    GROUP = "the microbatches of a step do not divide by those of a group"
+    MICROBATCH_GROUP = "the microbatches of a step do not divide by those of a group"
     MEMORY = "needs more memory than a device has"
     DEVICES = "stages, tensor and context ranks do not divide the devices of nodes and cluster"
     SPLIT = "the model does not split over so many tensor, context or pipeline ranks"
-    SCHEDULE = "the microbatches of a step do not fill the schedule"
+    PIPELINE_SCHEDULE = "the microbatches of a step do not fill the schedule"
     SLOWER = "cannot be as fast as the best: a bound on their step is longer"
 
 

@@ -8,7 +8,7 @@ from amsp_jax.predict.cost.memory import MemoryEstimate
 from amsp_jax.predict.cost.timeline import Event
 from amsp_jax.predict.planner.report.table import TERMS
 from amsp_jax.predict.planner.report.text import aligned, counted, gib, percent, seconds
-from amsp_jax.predict.planner.scorer import MEASURED, GroupCost, MessageCost
+from amsp_jax.predict.planner.scorer import MEASURED, MessageCost, MicrobatchGroupCost
 from amsp_jax.predict.planner.types import Estimate
 
 _MEMORY_BAR, _TIME_BAR = 50, 60
@@ -26,7 +26,7 @@ PARTS = {
 
 
 def explanation(
-    estimate: Estimate, messages: Sequence[MessageCost], memory_bytes: int, group: GroupCost | None = None
+    estimate: Estimate, messages: Sequence[MessageCost], memory_bytes: int, group: MicrobatchGroupCost | None = None
 ) -> str:
     """One strategy in full.
 
@@ -73,7 +73,7 @@ def _memory_bars(memory: MemoryEstimate, limit: int) -> str:
     return "\n".join(aligned(rows, left=(0, 2)))
 
 
-def _group_lines(memory: MemoryEstimate, group: GroupCost) -> str:
+def _group_lines(memory: MemoryEstimate, group: MicrobatchGroupCost) -> str:
     """When the peak is, beside that without groups, and what loops move."""
     before = group.ungrouped
     is_same = memory.peak_at == before.peak_at
@@ -159,7 +159,7 @@ def _turns(estimate: Estimate) -> list[tuple[str, int]]:
 
 def _unit(estimate: Estimate) -> str:
     """What gathers parameters and reduces gradients for itself."""
-    return "microbatch" if estimate.candidate.group == 1 else "group"
+    return "microbatch" if estimate.candidate.microbatch_group == 1 else "group"
 
 
 def _lanes(events: Sequence[Event], block: Event, parts: int) -> list[str]:

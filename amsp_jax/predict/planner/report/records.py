@@ -9,7 +9,7 @@ from typing import Any
 from amsp_jax.predict.cost.memory import MemoryEstimate
 from amsp_jax.predict.planner.report.explanation import PARTS, event_name, num_parts
 from amsp_jax.predict.planner.report.table import TERMS, gin_lines
-from amsp_jax.predict.planner.scorer import GroupCost, MessageCost
+from amsp_jax.predict.planner.scorer import MessageCost, MicrobatchGroupCost
 from amsp_jax.predict.planner.types import Candidate, Estimate, Ranking, Rejection
 
 
@@ -21,7 +21,7 @@ def as_json(ranking: Ranking) -> dict[str, Any]:
         "ranked": [estimate_json(estimate) for estimate in ranking.ranked],
         "rejected": [_rejection(rejection) for rejection in ranking.rejected],
         "microbatch": best.microbatch,
-        "group": best.group,
+        "microbatch_group": best.microbatch_group,
         "remat": str(best.remat),
         "parallel": _parallel(best),
         "not_scored": {str(reason): count for reason, count in ranking.not_scored.items()},
@@ -51,7 +51,7 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
 
 
 def explanation_json(
-    estimate: Estimate, messages: Sequence[MessageCost], memory_bytes: int, group: GroupCost | None = None
+    estimate: Estimate, messages: Sequence[MessageCost], memory_bytes: int, group: MicrobatchGroupCost | None = None
 ) -> dict[str, Any]:
     """What `explanation` says: the estimate, every collective, and the events of both streams.
 
@@ -68,7 +68,7 @@ def explanation_json(
         "memory_limit_bytes": memory_bytes,
         "memory_margin_bytes": estimate.memory.margin_bytes,
         "memory_peak_at": estimate.memory.peak_at,
-        **({"groups": _group(group)} if group else {}),
+        **({"microbatch_groups": _group(group)} if group else {}),
         "collectives": [_message(cost) for cost in messages],
         "events": [{**dataclasses.asdict(event), "name": event_name(event, parts)} for event in events],
     }
@@ -76,16 +76,19 @@ def explanation_json(
 
 def _point(candidate: Candidate) -> dict[str, Any]:
     return {
-        "strategy": str(candidate.degrees), "microbatch": candidate.microbatch, "group": candidate.group,
-        "remat": str(candidate.remat), "parallel": _parallel(candidate),
-    }  # fmt: skip
+        "strategy": str(candidate.degrees),
+        "microbatch": candidate.microbatch,
+        "microbatch_group": candidate.microbatch_group,
+        "remat": str(candidate.remat),
+        "parallel": _parallel(candidate),
+    }
 
 
 def _parallel(candidate: Candidate) -> dict[str, Any]:
     """What the model is cut into, and the schedule of its pipeline."""
     return {
         **dataclasses.asdict(candidate.parallel),
-        "schedule": candidate.schedule,
+        "pipeline_schedule": candidate.pipeline_schedule,
         "virtual_stages": candidate.virtual_stages,
     }
 
@@ -100,7 +103,7 @@ def _parts(memory: MemoryEstimate) -> dict[str, int]:
     return {name: getattr(memory, name) for name in PARTS}
 
 
-def _group(group: GroupCost) -> dict[str, Any]:
+def _group(group: MicrobatchGroupCost) -> dict[str, Any]:
     return {
         "ungrouped_peak_bytes": group.ungrouped.total,
         "ungrouped_peak_at": group.ungrouped.peak_at,

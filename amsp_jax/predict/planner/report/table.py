@@ -129,12 +129,12 @@ def searched(ranking: Ranking) -> list[str]:
 
 
 _CUT = ("tensor", "pipeline", "context")
-_FIELDS = (*_CUT, "virtual_stages", "microbatch", "group", "remat")
+_FIELDS = (*_CUT, "virtual_stages", "microbatch", "microbatch_group", "remat")
 
 
 def heading(field: str) -> str:
-    """Of a column of one of the fields that `searched` names."""
-    return {"microbatch": "micro", "virtual_stages": "virtual"}.get(field, field)
+    """The heading of a column for a field that `searched` names."""
+    return {"microbatch": "micro", "microbatch_group": "group", "virtual_stages": "virtual"}.get(field, field)
 
 
 def field_text(candidate: Candidate, name: str) -> str:
@@ -167,11 +167,11 @@ def gin_lines(estimate: Estimate) -> list[str]:
         f"MICROBATCH = {candidate.microbatch}",
         f"REMAT = '{candidate.remat}'",
     ]
-    if candidate.group > 1:
-        lines.insert(2, f"MICROBATCH_GROUP = {candidate.group}")
+    if candidate.microbatch_group > 1:
+        lines.insert(2, f"MICROBATCH_GROUP = {candidate.microbatch_group}")
     if candidate.parallel.total == 1:
         return lines
     lines += [f"{name.upper()} = {field_text(candidate, name)}" for name in _CUT]
     if candidate.parallel.pipeline > 1:
-        lines += [f"SCHEDULE = '{candidate.schedule}'", f"VIRTUAL_STAGES = {candidate.virtual_stages}"]
+        lines += [f"SCHEDULE = '{candidate.pipeline_schedule}'", f"VIRTUAL_STAGES = {candidate.virtual_stages}"]
     return lines

@@ -63,7 +63,7 @@ def _described(candidate: Candidate) -> str:
     """What it does with parameters, gradients and optimizer states, and what that costs when."""
     degrees = candidate.degrees
     params, grads, opt_state = degrees.params, degrees.grads, degrees.opt_state
-    each = "microbatch" if candidate.group == 1 else f"group of {candidate.group} microbatches"
+    each = "microbatch" if candidate.microbatch_group == 1 else f"group of {candidate.microbatch_group} microbatches"
     if params.total == 1:
         told = [f"keeps parameters whole, so that no {each} gathers them"]
     else:

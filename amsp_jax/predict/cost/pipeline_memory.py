@@ -14,9 +14,9 @@ import optax
 from amsp_jax.engine.pipeline.schedule import Kind, Schedule
 from amsp_jax.engine.plan import Plan
 from amsp_jax.engine.train_step import StepSettings
+from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
 from amsp_jax.predict.cost.memory import GRAD_BYTES, MemoryEstimate, PartBytes, argument_bytes, at_peak
 from amsp_jax.predict.cost.pipeline_timeline import Chunks, num_slots
-from amsp_jax.predict.cost.sketch import Sketch
 from amsp_jax.predict.cost.storage import leaf_counts
 from amsp_jax.predict.cost.trace import ModelTrace
 
@@ -25,7 +25,7 @@ _HOPS = 4
 
 
 def estimate(
-    sketch: Sketch,
+    distinct: DistinctBlocks,
     plan: Plan,
     trace: ModelTrace,
     optimizer: optax.GradientTransformation,
@@ -35,15 +35,15 @@ def estimate(
     """The peak of a step.
 
     Args:
-      sketch: of the model.
-      plan: of the sketch's parameters, with stages.
+      distinct: the model with each distinct block once.
+      plan: of the parameters of `distinct`, with stages.
       trace: of one tensor and context rank on one microbatch, with what the second pass over a stage keeps.
       optimizer: any optax transform.
       settings: how the step computes.
       schedule: of the pipeline.
     """
-    arguments = argument_bytes(sketch, plan, optimizer, schedule.num_microbatches * trace.batch_bytes)
-    moments = _Moments(sketch, plan, trace, settings, schedule)
+    arguments = argument_bytes(distinct, plan, optimizer, schedule.num_microbatches * trace.batch_bytes)
+    moments = _Moments(distinct, plan, trace, settings, schedule)
     return at_peak(arguments, (("", num_bytes) for num_bytes in moments.all()))
 
 
@@ -51,22 +51,22 @@ class _Moments:
     """What is alive, beside the arguments, at the moments that may be the peak."""
 
     def __init__(
-        self, sketch: Sketch, plan: Plan, trace: ModelTrace, settings: StepSettings, schedule: Schedule
+        self, distinct: DistinctBlocks, plan: Plan, trace: ModelTrace, settings: StepSettings, schedule: Schedule
     ) -> None:
-        embed, blocks, head = sketch.model.split(plan.leaves)
+        embed, blocks, head = distinct.model.split(plan.leaves)
         wire = plan.compute_dtype, settings.reduction
         kinds = [PartBytes.of(block, leaves, *wire) for block, leaves in zip(trace.blocks, blocks, strict=True)]
         self.embed, self.head = PartBytes.of(trace.embed, embed, *wire), PartBytes.of(trace.head, head, *wire)
-        self.tied = sketch.model.tied
+        self.tied = distinct.model.tied
         self.kinds = kinds
-        self.chunks = Chunks.of(sketch.order, schedule.num_stages, schedule.virtual_stages)
+        self.chunks = Chunks.of(distinct.order, schedule.num_stages, schedule.virtual_stages)
         stage = [self.embed, self.head, *(kinds[kind] for kind in self.chunks.fullest)]
         self.copies, self.grads = sum(part.copy for part in stage), sum(part.grads for part in stage)
         self.in_flight = (num_slots(schedule) + _HOPS) * trace.blocks[0].output_bytes
-        self.opt_grads = sum(leaf.num_opt_shard * n for leaf, n in leaf_counts(sketch, plan)) * GRAD_BYTES
+        self.opt_grads = sum(leaf.num_opt_shard * n for leaf, n in leaf_counts(distinct, plan)) * GRAD_BYTES
         ends = sum(leaf.num_opt_shard for leaf in jax.tree.leaves((embed, head)))
         # The gradients of a slot, of which each stage gets its pieces, are there before and after the exchange.
-        num_exchanged = (self.opt_grads // GRAD_BYTES - ends) // len(sketch.order) * schedule.num_stages
+        num_exchanged = (self.opt_grads // GRAD_BYTES - ends) // len(distinct.order) * schedule.num_stages
         self.exchanged = num_exchanged * GRAD_BYTES
 
     def all(self) -> Iterator[dict[str, int]]:

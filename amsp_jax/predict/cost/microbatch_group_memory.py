@@ -16,6 +16,7 @@ import optax
 from amsp_jax.engine.plan import LeafPlan, Plan
 from amsp_jax.engine.train_step import StepSettings
 from amsp_jax.model import Params
+from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
 from amsp_jax.predict.cost.memory import (
     AT_HEAD,
     GRAD_BYTES,
@@ -28,12 +29,11 @@ from amsp_jax.predict.cost.memory import (
     num_values,
     running,
 )
-from amsp_jax.predict.cost.sketch import Sketch
 from amsp_jax.predict.cost.trace import ModelTrace, PartTrace
 
 
 def estimate(
-    sketch: Sketch,
+    distinct: DistinctBlocks,
     plan: Plan,
     trace: ModelTrace,
     optimizer: optax.GradientTransformation,
@@ -42,8 +42,8 @@ def estimate(
 ) -> MemoryEstimate:
     """The peak of a step of `rounds` groups of `settings.group` microbatches; arguments as of `memory.estimate`."""
     batch_bytes = rounds * settings.group * trace.batch_bytes
-    arguments = argument_bytes(sketch, plan, optimizer, batch_bytes)
-    return at_peak(arguments, _Moments(sketch, plan, trace, settings, rounds).all())
+    arguments = argument_bytes(distinct, plan, optimizer, batch_bytes)
+    return at_peak(arguments, _Moments(distinct, plan, trace, settings, rounds).all())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,14 +79,16 @@ class _Part:
 class _Moments:
     """What is alive in a group, beside the arguments, at the moments that may be the peak."""
 
-    def __init__(self, sketch: Sketch, plan: Plan, trace: ModelTrace, settings: StepSettings, rounds: int) -> None:
-        embed, blocks, head = sketch.model.split(plan.leaves)
+    def __init__(
+        self, distinct: DistinctBlocks, plan: Plan, trace: ModelTrace, settings: StepSettings, rounds: int
+    ) -> None:
+        embed, blocks, head = distinct.model.split(plan.leaves)
         kinds = [_Part.of(one, leaves, plan, settings) for one, leaves in zip(trace.blocks, blocks, strict=True)]
         self.embed, self.head = (
             _Part.of(one, leaves, plan, settings) for one, leaves in ((trace.embed, embed), (trace.head, head))
         )
-        self.group, self.rounds, self.tied = settings.group, rounds, sketch.model.tied
-        self.parts = [self.head, *(kinds[kind] for kind in reversed(sketch.order)), self.embed]
+        self.group, self.rounds, self.tied = settings.group, rounds, distinct.model.tied
+        self.parts = [self.head, *(kinds[kind] for kind in reversed(distinct.order)), self.embed]
         self.saved = running(self.group * part.own.trace.saved_bytes for part in self.parts[1:-1])
         self.flows = self.group * trace.embed.output_bytes
         self.copies = running(part.own.copy for part in self.parts)

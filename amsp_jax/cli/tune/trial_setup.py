@@ -18,7 +18,7 @@ from amsp_jax.strategy import DataRanks, parse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Grounds:
+class TrialSetup:
     """What stays the same in all trials and decides which points can run.
 
     Attributes:

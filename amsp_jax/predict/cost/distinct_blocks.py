@@ -1,4 +1,4 @@
-"""A model with each distinct block once: what is traced and planned, for as many equal blocks as there are."""
+"""A model with each distinct block once, so that tracing and planning cost the same for any number of equal blocks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from amsp_jax.model import Model, Part
 
 
 @dataclasses.dataclass(frozen=True)
-class Sketch:
-    """A model whose equal blocks are one.
+class DistinctBlocks:
+    """A model in which equal blocks are one block.
 
     Attributes:
       model: each distinct block once, in the order of its first use; embedding and head as they are.
@@ -20,8 +20,8 @@ class Sketch:
     order: tuple[int, ...]
 
     @classmethod
-    def of(cls, model: Model) -> Sketch:
-        """The sketch of a model; blocks are equal where their `Part`s are.
+    def of(cls, model: Model) -> DistinctBlocks:
+        """Finds the distinct blocks of a model; blocks are equal where their `Part`s are.
 
         A model with its own tree must have a `split` and `join` that take any number of blocks.
         """
