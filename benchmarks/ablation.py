@@ -22,7 +22,7 @@ from measure import COMPUTE_DTYPE, Size
 from rows import Row, append_row, read_rows, step_times, table
 from strategies import make_parser, named, size_of
 
-from amsp_jax.cli import settings as cli
+from amsp_jax.cli import exits
 from amsp_jax.engine.mesh import level
 from amsp_jax.engine.plan import Plan, make_plan
 from amsp_jax.engine.state import TrainState
@@ -178,4 +178,4 @@ def report(rows: Sequence[Row]) -> str:
 
 
 if __name__ == "__main__":
-    launch.end_process(cli.run(main))
+    launch.end_process(exits.run(main))

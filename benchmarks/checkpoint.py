@@ -30,7 +30,7 @@ import numpy as np
 import orbax.checkpoint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from amsp_jax.cli import settings as cli
+from amsp_jax.cli import exits
 from amsp_jax.run.checkpoint import Checkpointer
 
 HIDDEN = 1024
@@ -202,4 +202,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    sys.exit(exits.run(main))

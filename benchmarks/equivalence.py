@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from amsp_jax.cli import settings as cli
+from amsp_jax.cli import exits
 from amsp_jax.engine.optimizer import make_optimizer, to_true
 from amsp_jax.engine.plan import make_plan
 from amsp_jax.engine.state import init_state, true_state
@@ -83,4 +83,4 @@ def train(strategy, devices, nodes, dtype, attention, accumulation):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    sys.exit(exits.run(main))

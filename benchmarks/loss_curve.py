@@ -27,6 +27,7 @@ import measure
 import numpy as np
 from ablation import PARTS, Part
 
+from amsp_jax.cli import exits, parsing
 from amsp_jax.cli import settings as cli
 from amsp_jax.engine.state import init_state
 from amsp_jax.run.data import Prefetcher
@@ -68,7 +69,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--gin_file", default="configs/runs/llama_125m.gin")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="other settings of the run")
-    cli.add_device_arguments(parser)
+    parsing.add_device_arguments(parser)
     return parser.parse_args()
 
 
@@ -119,4 +120,4 @@ def differences(a: Sequence[float], b: Sequence[float]) -> list[float]:
 
 
 if __name__ == "__main__":
-    launch.end_process(cli.run(main))
+    launch.end_process(exits.run(main))

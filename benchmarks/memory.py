@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax.numpy as jnp
 
-from amsp_jax.cli import settings as cli
+from amsp_jax.cli import exits
 from amsp_jax.compile import ahead_of_time
 from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.optimizer import make_optimizer
@@ -240,4 +240,4 @@ def trace_of(model: str, overrides: Overrides, microbatch: int, seq_len: int, re
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    sys.exit(exits.run(main))

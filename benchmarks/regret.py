@@ -30,7 +30,7 @@ from measure import SIZES
 from regret_settings import PROBE_BYTES, Setting, next_setting, read_picks
 from rows import Row, append_row, gibibytes, read_rows, step_times
 
-from amsp_jax.cli import settings as cli
+from amsp_jax.cli import exits, parsing
 from amsp_jax.predict import calibrate
 from amsp_jax.predict.cluster import load_cluster, save_cluster
 from amsp_jax.runtime import launch
@@ -72,7 +72,7 @@ def parse_args() -> argparse.Namespace:
     for command in (choices, steps):
         command.add_argument("--sizes", nargs="+", default=["wide", "narrow"], choices=SIZES)
     for command in (tables, steps):
-        cli.add_device_arguments(command)
+        parsing.add_device_arguments(command)
     report = commands.add_parser("report", help="print the tables")
     report.add_argument("--in", dest="folders", type=Path, nargs="+", required=True, metavar="DIR", help="of sittings")
     report.add_argument("--out", type=Path, metavar="DIR", help="write regret.md and regret.png there, too")
@@ -220,4 +220,4 @@ def summary(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    launch.end_process(cli.run(main))
+    launch.end_process(exits.run(main))

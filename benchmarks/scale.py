@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from amsp_jax import StepSettings, abstract_state, make_optimizer, make_train_step
-from amsp_jax.cli import settings as cli
+from amsp_jax.cli import exits
 from amsp_jax.compile import ahead_of_time, hlo
 from amsp_jax.compile.hlo.collectives import operations
 from amsp_jax.compile.hlo.text import parse
@@ -241,4 +241,4 @@ class AxesOf(dict[hlo.Groups, str]):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    sys.exit(exits.run(main))

@@ -23,7 +23,7 @@ from measure import SIZES, Size
 from regret_report import choice
 from rows import Row, append_row, gibibytes, read_rows, step_times, table
 
-from amsp_jax.cli import settings as cli
+from amsp_jax.cli import exits, parsing
 from amsp_jax.errors import UserError
 from amsp_jax.predict.cluster import load_cluster
 from amsp_jax.runtime import launch
@@ -112,7 +112,7 @@ def make_parser(description: str | None, strategies: Sequence[str]) -> argparse.
     parser.add_argument("--seq-len", type=int, help="tokens of a sequence, other than the size's")
     parser.add_argument("--steps", type=int, default=20, help="timed, fewer if they take long")
     parser.add_argument("--most-s", type=float, default=8.0, help="of a setting's timed steps, seconds")
-    cli.add_device_arguments(parser)
+    parsing.add_device_arguments(parser)
     return parser
 
 
@@ -222,4 +222,4 @@ def ratio(row: Row, alike: Sequence[Row]) -> str:
 
 
 if __name__ == "__main__":
-    launch.end_process(cli.run(main))
+    launch.end_process(exits.run(main))

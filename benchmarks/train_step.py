@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import measure
 
-from amsp_jax.cli import settings as cli
+from amsp_jax.cli import exits, parsing
 from amsp_jax.compile import ahead_of_time, xla_flags
 from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.engine.plan import Plan, plan_model
@@ -37,8 +37,8 @@ _SETTINGS = {"microbatch_group": "MICROBATCH_GROUP"}
 
 
 def parse_args() -> argparse.Namespace:
-    p = cli.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    count = cli.positive(int)
+    p = parsing.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    count = parsing.positive(int)
     p.add_argument("--model", default="llama-7b")
     p.add_argument("--overrides", type=ast.literal_eval, default={}, help="e.g. \"{'num_layers': 8}\"")
     p.add_argument("--strategy", default="zero3")
@@ -190,4 +190,4 @@ def timed(
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    sys.exit(exits.run(main))

@@ -1,7 +1,7 @@
 """From a command line and gin files to a `TrainConfig`; every mistake becomes one `UserError`.
 
 The defaults of `TrainConfig` come first, then each `--gin_file` in order, then the `--gin.NAME=value` flags. The
-library speaks of Python arguments (`global_batch=8`); `spell` writes them as gin macros (`GLOBAL_BATCH=8`).
+library speaks of Python arguments (`global_batch=8`); `exits.spell` writes them as gin macros (`GLOBAL_BATCH=8`).
 """
 
 from __future__ import annotations
@@ -10,37 +10,36 @@ import argparse
 import ast
 import contextlib
 import dataclasses
+import importlib.resources
 import logging
-import os
 import re
-import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import gin
 import jax
 
+from amsp_jax.cli.exits import spell
 from amsp_jax.cli.gin_safety import check_text, checked_files
+from amsp_jax.cli.parsing import Parser
 from amsp_jax.engine.optimizer import OPTIMIZERS
-from amsp_jax.errors import BadNumbersError, Stopped, UserError
+from amsp_jax.errors import UserError
 from amsp_jax.model import Model
 from amsp_jax.models import registry
 from amsp_jax.models.attention import AttentionChoice, choose_attention
 from amsp_jax.models.registry import MODELS, model_config
 from amsp_jax.run.config import FIELDS, TrainConfig, did_you_mean, kinds_of
-from amsp_jax.runtime import exit_codes, launch
+from amsp_jax.runtime import launch
 from amsp_jax.strategy import PRESETS, PRESETS_WITH_RANKS
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+# The package's own files, in a checkout and in an installed wheel alike: `configs` is a folder of the package.
+PACKAGE = Path(str(importlib.resources.files("amsp_jax")))
 QUICKSTART = "configs/quickstart.gin"
 
 _FLAG = "--gin."
-# A setting's name, then `=`, perhaps with a key; not the end of a longer word, and not a command's flag `--steps=3`.
-_ASSIGNED = re.compile(rf"(?<![\w./-])({'|'.join(FIELDS)})(?=(\['\w+'\])?=)")
 _NO_WRAP = 1_000_000
-_LONGEST_MESSAGE = 600
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,70 +72,6 @@ class BuiltModel:
     attention: str
 
 
-def run(main: Callable[[], None]) -> int:
-    """Calls `main` and returns the exit code, after one line on stderr if it is not 0 (`launch.exit_codes`)."""
-    # Libraries that log through absl warn of settings that are ours, not the user's.
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    launch.print_any_text()
-    launch.spell_with(spell)
-    try:
-        main()
-    except UserError as error:
-        print("error:", _one_line(error), file=sys.stderr)
-        return exit_codes.USER_ERROR
-    except BadNumbersError as error:
-        print("error:", _one_line(error), file=sys.stderr)
-        return exit_codes.BAD_NUMBERS
-    except Stopped as stopped:
-        if jax.process_index() == 0:
-            print(_one_line(stopped), file=sys.stderr)
-        return exit_codes.STOPPED
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return exit_codes.INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has left (`| head`); what Python still flushes at exit goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    return 0
-
-
-def spell(text: str) -> str:
-    """A text of the library with settings as this command line writes them: `STEPS=3` in place of `steps=3`."""
-    return _ASSIGNED.sub(lambda name: name[1].upper(), text)
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are `UserError`s."""
-
-    def error(self, message: str) -> NoReturn:
-        """One line instead of the usage text."""
-        raise UserError(f"{message}; `{self.prog} --help` lists what there is")
-
-
-def positive(kind: Callable[[str], float]) -> Callable[[str], float]:
-    """The type of an argument that is a number above 0."""
-
-    def positive_number(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            if (value := kind(text)) > 0:
-                return value
-        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
-
-    return positive_number
-
-
-def add_device_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of a command that runs on the devices, for `set_up`."""
-    number = positive(int)
-    parser.add_argument("--devices-per-node", type=number, metavar="N", help="split each node into logical ones")
-    parser.add_argument("--simulated-nodes", type=number, metavar="N", help="on the CPU: nodes to simulate")
-    parser.add_argument("--simulated-devices-per-node", type=number, metavar="N", help="on the CPU: devices of each")
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of several processes that SLURM did not start")
-    parser.add_argument("--num-processes", type=number, metavar="N", help="how many they are")
-    parser.add_argument("--process-id", type=int, metavar="I", help="which one this is, from 0")
-
-
 def set_up(
     args: argparse.Namespace | CommandLine, config: TrainConfig | None = None, same: Mapping[str, str] | None = None
 ) -> launch.Layout:
@@ -162,12 +97,12 @@ def set_up(
     )
 
 
-def parse_command_line(argv: Sequence[str], *, default_file: str | None = None) -> CommandLine:
+def parse_command_line(argv: Sequence[str], *, starts_from_quickstart: bool = False) -> CommandLine:
     """Reads the arguments of `train.py`.
 
     Args:
       argv: without the program's name.
-      default_file: the gin file where none is named.
+      starts_from_quickstart: where no gin file is named, the quickstart is read.
 
     Raises:
       UserError: an unknown flag, a flag without a value, a file that does not exist.
@@ -185,9 +120,8 @@ def parse_command_line(argv: Sequence[str], *, default_file: str | None = None) 
         flags += [_FLAG + field.upper() for field in FIELDS]
         hint = did_you_mean(unknown[0].split("=")[0], flags)
         raise UserError(f"unknown argument {unknown[0]!r}{hint}; settings are written --gin.STEPS=100")
-    files = known.gin_file or ([default_file] if default_file else [])
     return CommandLine(
-        gin_files=tuple(find_gin_file(f) for f in files),
+        gin_files=tuple(find_gin_files(known.gin_file) if known.gin_file or starts_from_quickstart else ()),
         bindings=tuple(binding(a) for a in argv if a.startswith(_FLAG)),
         coordinator=known.coordinator,
         num_processes=known.num_processes,
@@ -197,15 +131,20 @@ def parse_command_line(argv: Sequence[str], *, default_file: str | None = None) 
     )
 
 
+def find_gin_files(names: Sequence[str]) -> list[Path]:
+    """The files of these names; without a name the package's quickstart, whatever lies in the working directory."""
+    return [find_gin_file(name) for name in names] or [PACKAGE / QUICKSTART]
+
+
 def find_gin_file(name: str) -> Path:
-    """The file of this name, relative to the working directory, else to the repository."""
+    """The file of this name, relative to the working directory, else to the package."""
     # What cannot be the name of a file is no file either.
     with contextlib.suppress(OSError, ValueError):
-        for path in (Path(name), REPOSITORY / name):
+        for path in (Path(name), PACKAGE / name):
             if path.is_file():
                 return path
-    there = [str(p.relative_to(REPOSITORY)) for p in sorted((REPOSITORY / "configs").rglob("*.gin"))]
-    folders = " or ".join(dict.fromkeys((str(Path.cwd()), str(REPOSITORY))))
+    there = [str(p.relative_to(PACKAGE)) for p in sorted((PACKAGE / "configs").rglob("*.gin"))]
+    folders = " or ".join(dict.fromkeys((str(Path.cwd()), str(PACKAGE))))
     raise UserError(
         f"--gin_file={name}: no such file in {folders}{did_you_mean(name, there)}; there are {', '.join(there)}"
     )
@@ -248,7 +187,7 @@ def load_config(gin_files: Sequence[Path], bindings: Sequence[str] = ()) -> Trai
     """
     with _gin_errors():
         for path in gin_files:
-            checked_files(path, (Path(), REPOSITORY))
+            checked_files(path, (Path(), PACKAGE))
         check_text("\n".join(bindings), "a binding")
         gin.clear_config()
         gin.parse_config(_defaults_text())
@@ -384,11 +323,4 @@ def _near_macro(name: str) -> str:
     return did_you_mean(name.upper(), [field.upper() for field in FIELDS])
 
 
-def _one_line(error: Exception) -> str:
-    """The message in this command line's words, shortened in its middle, with nothing that a terminal would obey."""
-    words = " ".join(spell(str(error)).split())
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
-    return text if len(text) <= _LONGEST_MESSAGE else f"{text[: _LONGEST_MESSAGE - 200]} ... {text[-190:]}"
-
-
-gin.add_config_file_search_path(str(REPOSITORY))
+gin.add_config_file_search_path(str(PACKAGE))

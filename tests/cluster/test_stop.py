@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from amsp_jax.cli import settings as cli
 from amsp_jax.run.metrics import read_rows
 from amsp_jax.runtime import exit_codes
 
+ROOT = Path(__file__).parents[2]
 SETTINGS = [
     "--gin.MODEL_OVERRIDES={'num_layers':1,'hidden':16,'ffn':32,'num_heads':2,'num_kv_heads':2,'vocab_size':258}",
     *("--gin.SEQ_LEN=16", "--gin.GLOBAL_BATCH=8", "--gin.MICROBATCH=2", "--gin.STEPS=30", "--gin.WARMUP_STEPS=2"),
@@ -44,7 +44,7 @@ launch.end_process(train.main(sys.argv[4:]))
 
 
 def run(folder: Path, environment: Mapping[str, str], *command: str, run_dir: str = "run") -> tuple[int, str]:
-    own = {**os.environ, "PYTHONPATH": str(cli.REPOSITORY), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", **environment}
+    own = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", **environment}
     argv = [sys.executable, *command, *SETTINGS, f"--gin.RUN_DIR={run_dir}"]
     done = subprocess.run(argv, cwd=folder, env=own, capture_output=True, text=True, timeout=240)
     return done.returncode, done.stderr
@@ -59,7 +59,7 @@ def test_a_stop_at_anything_it_does_costs_nothing(tmp_path: Path) -> None:
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    train = str(cli.REPOSITORY / "train.py")
+    train = str(ROOT / "train.py")
     assert run(tmp_path, environment, train, run_dir="whole")[0] == 0
 
     expected = [
@@ -85,6 +85,13 @@ def test_a_stop_at_anything_it_does_costs_nothing(tmp_path: Path) -> None:
             assert [row.get(key) for row in rows] == [row.get(key) for row in whole], (file, key)
 
 
-def test_the_code_of_a_stop_before_jax_is_there() -> None:
-    text = (cli.REPOSITORY / "train.py").read_text()
-    assert f"_exit({exit_codes.STOPPED})" in text
+@pytest.mark.parametrize("command", [["train.py"], ["-m", "amsp_jax", "train"]], ids=["train.py", "amsp-jax train"])
+def test_a_stop_before_jax_is_there_ends_with_the_code_of_a_stop(command: list[str], tmp_path: Path) -> None:
+    """A jax whose import asks for the stop takes the place of the real one."""
+    (tmp_path / "jax.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    own = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=own, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (exit_codes.STOPPED, "")
+    assert done.stderr == "asked to stop while starting: nothing to save\n"

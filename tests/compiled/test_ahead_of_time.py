@@ -12,7 +12,7 @@ import pytest
 from apart import ROOT, apart, needs_plugin
 from jax.experimental import topologies
 
-from amsp_jax.cli import settings as cli
+from amsp_jax.__main__ import parse_args
 from amsp_jax.cli.commands import compile as compile_command
 from amsp_jax.compile import ahead_of_time, hlo, xla_flags
 from amsp_jax.engine.collectives import Reduction
@@ -185,7 +185,4 @@ def test_the_command_refuses_what_cannot_be_compiled():
 
 
 def run(line):
-    parser = cli.Parser(prog="python -m amsp_jax")
-    compile_command.add_parser(parser.add_subparsers())
-    args = parser.parse_args(line.split())
-    args.run(args)
+    compile_command.run(parse_args(line.split()))

@@ -1,6 +1,5 @@
 """What is timed is what is said to be timed; what is left out is said; processes agree."""
 
-import argparse
 import dataclasses
 import io
 import os
@@ -13,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from amsp_jax.__main__ import parse_args
 from amsp_jax.cli.commands import calibrate as command
 from amsp_jax.compile.hlo import collectives, mesh_groups
 from amsp_jax.compile.hlo.text import parse
@@ -301,9 +301,7 @@ def test_a_plot_needs_a_network(measured, tmp_path):
 
 
 def parse_command(*argv):
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
-    return parser.parse_args(["calibrate", *argv])
+    return parse_args(["calibrate", *argv])
 
 
 def test_the_summary_names_the_messages_of_its_times(measured):
@@ -334,7 +332,7 @@ def test_mistakes_show_before_anything_is_measured(argv, message, tmp_path, monk
 def test_a_budget_of_nothing():
     args = parse_command("--out", "c.json", "--budget", "0")
     with pytest.raises(UserError, match="--budget=0: seconds to measure, more than 0"):
-        args.run(args)
+        command.run(args)
 
 
 def test_progress_is_sparse_in_a_log_and_one_line_on_a_terminal():

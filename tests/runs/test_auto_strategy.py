@@ -58,7 +58,7 @@ def cluster_file(tmp_path):
 
 
 def config(*flags):
-    line = cli.parse_command_line([*MICRO, *flags], default_file=cli.QUICKSTART)
+    line = cli.parse_command_line([*MICRO, *flags], starts_from_quickstart=True)
     return cli.load_config(line.gin_files, line.bindings)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from amsp_jax.__main__ import parse_args
+from amsp_jax.cli import exits, parsing
 from amsp_jax.cli import settings as cli
 from amsp_jax.errors import UserError
 from amsp_jax.run.checks import batch_shape
@@ -61,11 +62,11 @@ def test_flags_win_over_files_and_later_files_over_earlier(tmp_path: Path) -> No
     assert (config.steps, config.seed, config.seq_len) == (300, 4, 55)
 
 
-def test_files_are_found_from_the_working_directory_then_in_the_repository(
+def test_files_are_found_from_the_working_directory_then_in_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.find_gin_file("configs/quickstart.gin") == cli.REPOSITORY / "configs/quickstart.gin"
+    assert cli.find_gin_file("configs/quickstart.gin") == cli.PACKAGE / "configs/quickstart.gin"
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs/quickstart.gin").write_text("")
     assert cli.find_gin_file("configs/quickstart.gin") == Path("configs/quickstart.gin")
@@ -93,7 +94,7 @@ def test_every_setting_has_a_line_of_help_with_its_default() -> None:
     help_text, defaults = cli.help_text(), TrainConfig().settings()
     for name, (_, about) in FIELDS.items():
         (line,) = [line for line in help_text.splitlines() if line.split()[:1] == [name.upper()]]
-        assert defaults[name] in line and cli.spell(about) in line
+        assert defaults[name] in line and exits.spell(about) in line
     for word in ("mics(k)", "llama-7b", "adamw", "params=... grads=... opt_state=..."):
         assert word in help_text
 
@@ -152,7 +153,7 @@ MISTAKES = [
 def test_mistakes_on_the_command_line(
     argv: Sequence[str], parts: Sequence[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(lambda: load(*argv)) == 2
+    assert exits.run(lambda: load(*argv)) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
     for part in parts:
@@ -180,7 +181,7 @@ def test_mistakes_in_a_file(
     text: str, parts: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad.gin").write_text(text)
-    assert cli.run(lambda: load(f"--gin_file={tmp_path / 'bad.gin'}")) == 2
+    assert exits.run(lambda: load(f"--gin_file={tmp_path / 'bad.gin'}")) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
     for part in parts:
@@ -194,8 +195,8 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
 
 
 def test_every_config_file_loads_and_says_how_to_run_it() -> None:
-    files = sorted((cli.REPOSITORY / "configs").rglob("*.gin"))
-    assert cli.REPOSITORY / cli.QUICKSTART in files
+    files = sorted((cli.PACKAGE / "configs").rglob("*.gin"))
+    assert cli.PACKAGE / cli.QUICKSTART in files
     for file in files:
         text = file.read_text()
         header = text.split("\n\n")[0]
@@ -214,7 +215,7 @@ def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    assert cli.run(interrupted) == 130
+    assert exits.run(interrupted) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
 
@@ -231,8 +232,8 @@ def test_devices_are_those_of_the_command_or_of_the_run(monkeypatch: pytest.Monk
     """A command has them in its arguments, a run in its settings; the processes are arguments of both."""
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(launch, "setup", lambda **asked: calls.append(asked))
-    parser = cli.Parser()
-    cli.add_device_arguments(parser)
+    parser = parsing.Parser()
+    parsing.add_device_arguments(parser)
     place = [f"--{name.replace('_', '-')}={value}" for name, value in PLACE.items()]
     grid = [f"--{name.replace('_', '-')}={value}" for name, value in GRID.items()]
     cli.set_up(parser.parse_args([*place, *grid]))

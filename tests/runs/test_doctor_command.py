@@ -67,7 +67,7 @@ def run_here(*arguments):
     args = parse_args(["doctor", "--simulated-nodes", "2", "--simulated-devices-per-node", "4", *arguments])
     code = 0
     try:
-        args.run(args)
+        command.run(args)
     except SystemExit as end:
         code = end.code
     return code
@@ -114,7 +114,7 @@ def test_a_job_without_srun(capfd, monkeypatch, tmp_path):
 def test_mistakes_in_arguments(arguments, message):
     with pytest.raises(UserError, match=message):
         args = parse_args(["doctor", *arguments])
-        args.run(args)
+        command.run(args)
 
 
 def test_a_collective_that_hangs_ends_the_checks_of_collectives(monkeypatch):

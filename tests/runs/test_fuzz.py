@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from amsp_jax.cli import exits
 from amsp_jax.cli import settings as cli
 from amsp_jax.errors import UserError
 from amsp_jax.predict.cluster import CLUSTERS, load_cluster, save_cluster
@@ -54,7 +55,7 @@ def one_line_or_nothing(case: object) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        message = cli._one_line(error)
+        message = exits.one_line(error)
         assert 10 < len(message) <= LONGEST_MESSAGE, (
             f"{case}: a message of {len(message)} characters: {message[:300]!r}"
         )
@@ -207,7 +208,7 @@ def of_command_lines(folder: Path) -> Case:
     def case(rng: random.Random) -> None:
         argv = [argument(rng) for _ in range(rng.randint(1, 3))]
         with one_line_or_nothing(argv):
-            line = cli.parse_command_line(argv, default_file=cli.QUICKSTART)
+            line = cli.parse_command_line(argv, starts_from_quickstart=True)
             config = cli.load_config(line.gin_files, line.bindings)
             if not config.is_auto:
                 parse(config.strategy)

@@ -9,7 +9,8 @@ import jax
 import pytest
 
 from amsp_jax import __main__ as tools
-from amsp_jax.cli.commands.plan import ALWAYS, SEARCHED
+from amsp_jax.cli.commands import plan as command
+from amsp_jax.cli.commands.plan import ALWAYS, PLAN_SEARCH
 from amsp_jax.cli.tune.point import DIMENSIONS
 from amsp_jax.engine.blocks import Remat
 from amsp_jax.predict.planner import Objective, Space
@@ -162,7 +163,7 @@ def test_explain_tells_of_a_group_when_its_peak_is_and_what_its_loops_move(capsy
 
 
 def test_what_is_searched_is_named_as_tune_names_it():
-    assert set(SEARCHED) <= set(DIMENSIONS) and ALWAYS in DIMENSIONS
+    assert set(PLAN_SEARCH) <= set(DIMENSIONS) and ALWAYS in DIMENSIONS
 
 
 def test_groups_are_searched_as_far_as_they_divide(capsys):
@@ -246,8 +247,8 @@ def test_nothing_helps(capsys):
 
 def test_a_picture_has_a_cell_for_each_model_and_number_of_nodes(tmp_path):
     args = tools.parse_args(words())
-    cluster = tools.plan.cluster_of("a800", 2)
-    small, large = tools.plan.workload_of(args, cluster), tools.plan._sibling(args, "llama-30b", cluster)
+    cluster = command.cluster_of("a800", 2)
+    small, large = command.workload_of(args, cluster), command._sibling(args, "llama-30b", cluster)
     told = []
     grid = best_by_size(
         [small, large],
@@ -266,9 +267,9 @@ def test_a_picture_has_a_cell_for_each_model_and_number_of_nodes(tmp_path):
 
 
 def test_the_rows_of_the_picture_are_the_models_family():
-    assert tools.plan._family("llama-7b") == ["llama-1b", "llama-7b", "llama-13b", "llama-30b", "llama-65b"]
-    assert tools.plan._family("gpt-22b") == ["gpt-22b", "gpt-175b", "gpt-1t"]
-    assert tools.plan._family("llama-125m")[0] == "llama-125m"
+    assert command._family("llama-7b") == ["llama-1b", "llama-7b", "llama-13b", "llama-30b", "llama-65b"]
+    assert command._family("gpt-22b") == ["gpt-22b", "gpt-175b", "gpt-1t"]
+    assert command._family("llama-125m")[0] == "llama-125m"
 
 
 def test_a_plan_needs_no_device(capsys, monkeypatch):

@@ -116,8 +116,8 @@ def test_what_is_no_config_is_not_read_to_its_end() -> None:
 
 
 def test_our_own_configs_are_harmless() -> None:
-    for path in (cli.REPOSITORY / "configs").rglob("*.gin"):
-        assert path in checked_files(path, (Path(), cli.REPOSITORY))
+    for path in (cli.PACKAGE / "configs").rglob("*.gin"):
+        assert path in checked_files(path, (Path(), cli.PACKAGE))
 
 
 def test_the_config_that_a_run_keeps_can_be_read_again() -> None:

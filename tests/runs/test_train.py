@@ -19,10 +19,10 @@ import pytest
 
 import train
 from amsp_jax import __main__ as tools
-from amsp_jax.cli import settings as cli
 from amsp_jax.run import trainer
 from amsp_jax.run.metrics import read_rows
 
+ROOT = Path(__file__).parents[2]
 MICRO = [
     "--gin.MODEL=llama-tiny",
     "--gin.MODEL_OVERRIDES={'num_layers':1,'hidden':16,'ffn':32,'num_heads':2,'num_kv_heads':2,'vocab_size':258}",
@@ -418,7 +418,7 @@ def test_mistakes_of_generate(finished: Finished, capsys: pytest.CaptureFixture[
 
 def program(*command: str, **environment: str) -> subprocess.Popen[str]:
     """A process of its own, which sees none of this one's devices."""
-    own = {**os.environ, "PYTHONPATH": str(cli.REPOSITORY), "XLA_FLAGS": "", **environment}
+    own = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", **environment}
     return subprocess.Popen(
         [sys.executable, *command], env=own, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -428,7 +428,7 @@ def program(*command: str, **environment: str) -> subprocess.Popen[str]:
 def test_two_processes_give_the_numbers_of_one(corpus: Path, finished: Finished) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    argv = [str(cli.REPOSITORY / "train.py"), *MICRO, f"--gin.DATA={corpus}", "--gin.EVAL_EVERY=3"]
+    argv = [str(ROOT / "train.py"), *MICRO, f"--gin.DATA={corpus}", "--gin.EVAL_EVERY=3"]
     argv += ["--gin.RUN_DIR=run", f"--gin.STRATEGY={STRATEGY}"]
     both = [
         program(*argv, "--coordinator", f"127.0.0.1:{port}", "--num_processes", "2", "--process_id", str(i))
@@ -444,7 +444,7 @@ def test_two_processes_give_the_numbers_of_one(corpus: Path, finished: Finished)
 
 @pytest.mark.slow
 def test_the_exit_code_of_the_program() -> None:
-    process = program(str(cli.REPOSITORY / "train.py"), "--gin.STEPS=ten")
+    process = program(str(ROOT / "train.py"), "--gin.STEPS=ten")
     out, err = process.communicate(timeout=100)
     assert (process.returncode, out) == (2, "")
     assert err.splitlines()[-1].startswith("error: STEPS='ten'") and "Traceback" not in err

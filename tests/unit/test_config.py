@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from amsp_jax.cli import settings as cli
+from amsp_jax.cli import exits
 from amsp_jax.errors import UserError
 from amsp_jax.run.config import TrainConfig
 
@@ -47,4 +47,4 @@ def test_two_configs_share_no_dictionary() -> None:
     ],
 )
 def test_settings_in_messages_become_macros(said: str, spelled: str | None) -> None:
-    assert cli.spell(said) == (spelled or said)
+    assert exits.spell(said) == (spelled or said)

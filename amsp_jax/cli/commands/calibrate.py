@@ -1,11 +1,9 @@
-"""`python -m amsp_jax calibrate --out cluster.json`: measures the machines that will train."""
+"""`amsp-jax calibrate --out cluster.json`: measures the machines that will train."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
-from typing import Any
 
 from amsp_jax.cli import settings as cli
 from amsp_jax.errors import UserError
@@ -16,23 +14,6 @@ from amsp_jax.runtime import launch
 
 # Of the file systems in use.
 _LONGEST_NAME = 255
-
-
-def add_parser(commands: Any) -> None:
-    """Adds the command to a parser's subparsers."""
-    parser = commands.add_parser(
-        "calibrate",
-        help="measure collectives and rates of the devices, for `plan`",
-        description="Measures the devices and their network. Start it as training is started: alone, with srun, or as "
-        "several processes by hand.",
-    )
-    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the cluster file to write (JSON)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw bandwidth by message size, as a PNG")
-    parser.add_argument(
-        "--budget", type=float, default=DEFAULT_BUDGET_S, metavar="S", help="seconds (default: %(default)g)"
-    )
-    cli.add_device_arguments(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""`python -m amsp_jax compile --model llama-30b --cluster h100 --strategy ...`: the planner and XLA compared.
+"""`amsp-jax compile --model llama-30b --cluster h100 --strategy ...`: the planner and XLA compared.
 
 XLA compiles the real step for target devices that need not be present, and the planner is compared with the program:
 memory, collectives, and the work that hides each collective.
@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from amsp_jax.cli.commands.workload import add_workload, candidate_of, cluster_lines, cluster_of, workload_of
+from amsp_jax.cli.commands.workload import candidate_of, cluster_lines, cluster_of, workload_of
 from amsp_jax.compile import ahead_of_time, hlo
 from amsp_jax.engine.plan import plan_model
 from amsp_jax.predict.cluster import Cluster
@@ -74,18 +74,6 @@ class CompiledStep:
     def peak_bytes(self) -> int:
         """Of one device."""
         return self.argument_bytes + self.temporary_bytes
-
-
-def add_parser(commands: Any) -> None:
-    """Adds the command to a parser's subparsers."""
-    parser = commands.add_parser(
-        "compile", help="compile a step for absent target GPUs; needs the cuda extra", description=__doc__
-    )
-    add_workload(parser)
-    parser.add_argument(
-        "--strategy", required=True, help="as STRATEGY of train.py, 'params=4x1 grads=4x1 opt_state=8x1'"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""`python -m amsp_jax doctor`: what this machine or cluster lacks for training, and what to do."""
+"""`amsp-jax doctor`: what this machine or cluster lacks for training, and what to do."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TextIO
 
 import jax
 
 from amsp_jax.cli import doctor
-from amsp_jax.cli import settings as cli
 from amsp_jax.cli.doctor import Exchange, Finding, Report, Status, examine
 from amsp_jax.errors import UserError
-from amsp_jax.run.run_folder import DEFAULT_PARENT
 from amsp_jax.runtime import launch
 from amsp_jax.runtime.launch import Layout
 from amsp_jax.runtime.launch.accelerator import count_gpus, find_platform
@@ -36,25 +33,6 @@ _START_S = 240.0
 _SHARED_S = 120.0
 _REPORT_S, _GOODBYE_S, _LEAVE_S = 30.0, 10.0, 0.5
 _STDOUT, _STDERR = 1, 2
-
-
-def add_parser(commands: Any) -> None:
-    """Adds the command to a parser's subparsers."""
-    parser = commands.add_parser(
-        "doctor",
-        help="check an installation and a cluster, and say what to fix",
-        description="Checks an installation and a cluster, and says what to fix. Start it as training is started: "
-        "alone, with srun, or as several processes by hand. Exit code 0: nothing FAILs; 1: something does.",
-    )
-    parser.add_argument(
-        "--run-dir", type=Path, default=DEFAULT_PARENT, metavar="DIR", help="where runs will go (default: %(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--timeout", type=cli.positive(float), default=60.0, metavar="S", help="of a collective (default: %(default)g)"
-    )
-    cli.add_device_arguments(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

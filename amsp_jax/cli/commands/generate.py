@@ -1,4 +1,4 @@
-"""`python -m amsp_jax generate RUN_DIR --prompt "def main("`: samples from a run that has trained."""
+"""`amsp-jax generate RUN_DIR --prompt "def main("`: samples from a run that has trained."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import contextlib
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from amsp_jax.cli import settings as cli
 from amsp_jax.engine.plan import make_plan
@@ -21,19 +20,6 @@ from amsp_jax.runtime import launch
 
 # Fits any number of devices, and needs the least memory on each.
 _STRATEGY = "zero3"
-
-
-def add_parser(commands: Any) -> None:
-    """Adds the command to a parser's subparsers."""
-    sample = commands.add_parser("generate", help="continue a text with the model of a run folder")
-    sample.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a run folder with a checkpoint")
-    sample.add_argument("--step", type=int, metavar="N", help="of one of its checkpoints (default: the newest)")
-    sample.add_argument("--prompt", required=True, help="text to continue")
-    sample.add_argument("--max-tokens", type=int, default=128, help="longest continuation (default: %(default)s)")
-    sample.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (default: %(default)s)")
-    sample.add_argument("--top-p", type=float, default=0.95, help="probability to draw within (default: %(default)s)")
-    sample.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
-    sample.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

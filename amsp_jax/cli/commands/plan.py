@@ -1,4 +1,4 @@
-"""`python -m amsp_jax plan --model llama-7b --cluster a800 --nodes 128 ...`: the fastest strategy, and why."""
+"""`amsp-jax plan --model llama-7b --cluster a800 --nodes 128 ...`: the fastest strategy, and why."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from amsp_jax.cli.arguments import PLAN_SEARCH
 from amsp_jax.cli.commands.compile import compile_candidate
 from amsp_jax.cli.commands.compile import text as compile_text
 from amsp_jax.cli.commands.workload import (
-    add_workload,
     basis_lines,
     candidate_of,
     check_count,
@@ -50,7 +50,6 @@ ALWAYS = "strategy"
 """Searched whether named or not."""
 CUT = ("tensor", "pipeline", "context", "virtual_stages")
 GROUP = "microbatch_group"
-SEARCHED = ("microbatch", "remat", GROUP, *CUT)
 _MICROBATCHES = (1, 2, 4, 8, 16)
 _CHUNKS = (1, 2, 3, 4)
 # What else is in the JSON as it was asked for.
@@ -61,26 +60,6 @@ _PICTURES = (".png", ".pdf", ".svg")
 # Of the heat map: models from here up, and nodes up to here unless more are asked for.
 _SMALLEST_PARAMS = 1e9
 _MOST_NODES = 128
-
-
-def add_parser(commands: Any) -> None:
-    """Adds the command to a parser's subparsers."""
-    plan = commands.add_parser(
-        "plan", help="rank every strategy for a model on a cluster; needs no device", description=__doc__
-    )
-    add_workload(plan)
-    plan.add_argument("--search", default="", metavar="LIST", help=f"what to vary, too: {','.join(SEARCHED)}")
-    plan.add_argument("--objective", default="step_time", choices=list(Objective), help="(default: %(default)s)")
-    plan.add_argument("--memory-limit", type=float, metavar="GIB", help="of a device; the cluster's if left out")
-    plan.add_argument("--any-nodes", action="store_true", help="also strategies that span nodes before they fill one")
-    plan.add_argument("--top", type=int, default=10, metavar="N", help="lines of the table (default: %(default)s)")
-    plan.add_argument("--explain", metavar="STRATEGY", help="one strategy in full: memory, streams, every collective")
-    plan.add_argument(
-        "--verify", type=int, metavar="N", help="compile the N best for absent target GPUs; needs the cuda extra"
-    )
-    plan.add_argument("--plot", type=Path, metavar="PNG", help="best MFU and strategy by model size and nodes")
-    plan.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
-    plan.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -115,8 +94,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.memory_limit is not None and not 1e-3 <= args.memory_limit <= 1e6:
         raise UserError(f"--memory-limit {args.memory_limit:g}: GiB of a device, from 0.001 to a million, such as 70")
     for name in _searched(args):
-        if name not in SEARCHED:
-            raise UserError(f"--search {args.search}: {name!r} is unknown; some of {','.join((ALWAYS, *SEARCHED))}")
+        if name not in PLAN_SEARCH:
+            raise UserError(f"--search {args.search}: {name!r} is unknown; some of {','.join((ALWAYS, *PLAN_SEARCH))}")
     if GROUP in _searched(args):
         check_no_stages(f"--search {GROUP}", parallel_of(args).pipeline)
     elif args.microbatch_group > 1:
@@ -203,7 +182,7 @@ def _asked(args: argparse.Namespace) -> str:
     overrides = "" if args.model_overrides == "{}" else f" with {args.model_overrides}"
     fixed = [
         f"{_in_words(name)} {getattr(args, name)}"
-        for name in SEARCHED
+        for name in PLAN_SEARCH
         if name not in _searched(args) and (name not in (GROUP, *CUT) or getattr(args, name) > 1)
     ]
     return ", ".join(
@@ -339,7 +318,7 @@ def _sibling(args: argparse.Namespace, name: str, cluster: Cluster) -> Workload:
 def _caption(args: argparse.Namespace, cluster: Cluster) -> str:
     each = args.global_batch // cluster.num_devices
     searched = _searched(args)
-    names = SEARCHED[: 3 if args.microbatch_group > 1 or GROUP in searched else 2]
+    names = PLAN_SEARCH[: 3 if args.microbatch_group > 1 or GROUP in searched else 2]
     told = [f"{_in_words(name)} {'searched' if name in searched else getattr(args, name)}" for name in names]
     told.append(_reduction(args))
     told.append(f"{_limit(args, cluster) / 2**30:.1f} GiB a device; framed: as asked")

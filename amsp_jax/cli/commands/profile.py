@@ -1,4 +1,4 @@
-"""`python -m amsp_jax profile --gin_file=FILE`: where the time of a training step goes, from a profiler's trace."""
+"""`amsp-jax profile --gin_file=FILE`: where the time of a training step goes, from a profiler's trace."""
 
 from __future__ import annotations
 
@@ -24,34 +24,6 @@ from amsp_jax.runtime import launch
 from amsp_jax.strategy import parse
 
 PICTURE_FILE, JSON_FILE, TABLE_FILE = "timeline.png", "profile.json", "profile.txt"
-
-
-def add_parser(commands: Any) -> None:
-    """Adds the command to a parser's subparsers; `--gin.NAME=value` flags come as `settings`."""
-    profile = commands.add_parser(
-        "profile",
-        help="run a few steps of a training run and say where their time goes",
-        description="Trains a few steps under jax's profiler, writes no checkpoint and leaves RUN_DIR alone. Start it "
-        "as training is started; of several processes each traces its own devices, and process 0 reports its own.",
-    )
-    profile.add_argument(
-        "--gin_file", action="append", default=[], metavar="FILE",
-        help="of the run, as for train.py; so are --gin.NAME=VALUE, and the quickstart if left out",
-    )  # fmt: skip
-    profile.add_argument(
-        "--steps", type=cli.positive(int), default=3, metavar="N", help="to take medians of (default: %(default)s)"
-    )
-    profile.add_argument(
-        "--out", type=Path, default=Path("runs/profile"), metavar="DIR",
-        help="for trace, picture and numbers (default: %(default)s)",
-    )  # fmt: skip
-    profile.add_argument("--json", action="store_true", help="print one JSON object, and all else to stderr")
-    profile.add_argument("--coordinator", metavar="HOST:PORT", help="of several processes that SLURM did not start")
-    profile.add_argument(
-        "--num_processes", "--num-processes", type=cli.positive(int), metavar="N", help="how many they are"
-    )
-    profile.add_argument("--process_id", "--process-id", type=int, metavar="I", help="which one this is, from 0")
-    profile.set_defaults(run=run, settings=[])
 
 
 def run(args: argparse.Namespace) -> None:
@@ -114,7 +86,7 @@ def _report(job: Job, captured: Captured, folder: Path) -> dict[str, Any]:
 
 def _job(args: argparse.Namespace) -> tuple[Job, list[str]]:
     """As `train.py` makes it of the same settings, and lines on its choices."""
-    files = [cli.find_gin_file(name) for name in args.gin_file or [cli.QUICKSTART]]
+    files = cli.find_gin_files(args.gin_file)
     config = cli.load_config(files, [cli.binding(flag) for flag in args.settings])
     if not config.is_auto:
         parse(config.strategy)

@@ -1,4 +1,4 @@
-"""`python -m amsp_jax tune --gin_file=FILE --trials 30`: the fastest settings of a run, found by running it."""
+"""`amsp-jax tune --gin_file=FILE --trials 30`: the fastest settings of a run, found by running it."""
 
 from __future__ import annotations
 
@@ -39,38 +39,6 @@ _BARE = {
 }  # fmt: skip
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the command to a parser's subparsers; `--gin.NAME=value` flags come as `settings`."""
-    tune = commands.add_parser(
-        "tune", help="search the fastest settings of a run on the machine itself", description=__doc__
-    )
-    positive = cli.positive(int)
-    tune.add_argument(
-        "--gin_file", action="append", default=[], metavar="FILE",
-        help="of the run, as for train.py; so are --gin.NAME=VALUE, and the quickstart if left out",
-    )  # fmt: skip
-    tune.add_argument("--trials", type=positive, default=30, metavar="N", help="of the study (default: %(default)s)")
-    tune.add_argument(
-        "--search", action="append", default=[], metavar="NAME=VALUE,...",
-        help=f"values of one of {', '.join(DIMENSIONS)}; one value fixes it; without it values that suit the devices",
-    )  # fmt: skip
-    tune.add_argument("--steps", type=positive, default=8, metavar="N", help="of a trial (default: %(default)s)")
-    tune.add_argument("--warmup", type=int, default=3, metavar="N", help="steps not counted (default: %(default)s)")
-    tune.add_argument(
-        "--time-limit", type=cli.positive(float), default=600.0, metavar="S", help="of a trial (default: %(default)g)"
-    )
-    tune.add_argument(
-        "--out", type=Path, default=Path("runs/tune"), metavar="DIR", help="the study (default: %(default)s)"
-    )
-    tune.add_argument("--cluster", help="preset or file to plan with; a kept calibration if left out")
-    tune.add_argument("--launcher", default="", metavar="COMMAND", help='put before each trial, as "srun"')
-    tune.add_argument(
-        "--nodes", type=positive, metavar="N", help="that a trial spans (default: SLURM's under --launcher)"
-    )
-    tune.add_argument("--seed", type=int, default=0, help="of the search (default: %(default)s)")
-    tune.set_defaults(run=run, settings=[])
-
-
 def run(args: argparse.Namespace) -> None:
     """Runs what is left of the study and reports it; ends the program with 85 or 130 where a signal asked for it.
 
@@ -83,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--seed {args.seed}: it is from 0 to 2**32 - 1")
     if not 0 <= args.warmup < args.steps:
         raise UserError(f"--warmup {args.warmup}: it is at least 0 and below --steps {args.steps}")
-    files = [cli.find_gin_file(name) for name in args.gin_file or [cli.QUICKSTART]]
+    files = cli.find_gin_files(args.gin_file)
     config = cli.load_config(files, [cli.binding(flag) for flag in args.settings])
     setup = _trial_setup(args, config)
     space = search_space(args.search, setup, context=config.context, microbatch_group=config.microbatch_group)
@@ -251,7 +219,7 @@ def _command(args: argparse.Namespace, files: list[Path], config: TrainConfig) -
     bare = {**_BARE, "STEPS": max(config.steps, args.steps + 1)}
     return [
         *_launcher(args.launcher),
-        *(sys.executable, str(cli.REPOSITORY / "train.py")),
+        *(sys.executable, "-m", "amsp_jax", "train"),
         *(f"--gin_file={file}" for file in files),
         *args.settings,
         *(f"--gin.{name}={value}" for name, value in bare.items()),

@@ -1,4 +1,4 @@
-"""What is trained and where: the arguments that `plan` and `compile` share, and what they mean."""
+"""What is trained and where: what the arguments that `plan` and `compile` share mean."""
 
 from __future__ import annotations
 
@@ -12,49 +12,17 @@ from typing import Any
 
 from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.context import check_sequence
-from amsp_jax.engine.optimizer import OPTIMIZERS, make_optimizer
+from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.parallel import ModelParallel
-from amsp_jax.engine.pipeline.schedule import NAMES as SCHEDULES
 from amsp_jax.engine.pipeline.schedule import Schedule, assign_blocks
 from amsp_jax.errors import UserError
 from amsp_jax.model import Model
 from amsp_jax.models.attention import choose_attention
 from amsp_jax.models.registry import build_model, model_config
-from amsp_jax.predict.cluster import CLUSTERS, Cluster, compute_capability, load_cluster, named_cluster
+from amsp_jax.predict.cluster import Cluster, compute_capability, load_cluster, named_cluster
 from amsp_jax.predict.planner import Candidate, Estimate, Workload
 from amsp_jax.predict.planner.report.text import WIDTH
 from amsp_jax.strategy import parse
-
-DTYPES = ("float32", "bfloat16")
-
-
-def add_workload(parser: argparse.ArgumentParser) -> None:
-    """Adds what is trained and where: the arguments that `plan` and `compile` share."""
-    parser.add_argument("--model", required=True, help="a name of the configs, such as llama-7b")
-    parser.add_argument("--model-overrides", default="{}", metavar="DICT", help="fields to change, {'num_layers': 8}")
-    parser.add_argument(
-        "--cluster", required=True, help=f"{', '.join(CLUSTERS)}, or a file of `python -m amsp_jax calibrate`"
-    )
-    parser.add_argument("--nodes", type=int, help="nodes; those of the file, or 1, if left out")
-    parser.add_argument("--global-batch", type=int, required=True, help="sequences a step, over all devices")
-    parser.add_argument("--seq-len", type=int, default=4096, help="tokens of a sequence (default: %(default)s)")
-    parser.add_argument("--microbatch", type=int, default=1, help="sequences a device computes at once (default: 1)")
-    parser.add_argument(
-        "--microbatch-group",
-        type=int,
-        default=1,
-        metavar="N",
-        help="microbatches that go through each block before the next (default: 1)",
-    )
-    parser.add_argument("--remat", default="projections", choices=list(Remat), help="(default: %(default)s)")
-    parser.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS), help="(default: %(default)s)")
-    parser.add_argument("--reduce-dtype", default="float32", choices=DTYPES, help="of gradients (default: %(default)s)")
-    parser.add_argument("--inter-node-dtype", choices=DTYPES, help="of gradients sharded over nodes, between these")
-    parser.add_argument("--tensor", type=int, default=1, help="parts of each matrix, inside a node (default: 1)")
-    parser.add_argument("--pipeline", type=int, default=1, help="stages, each with a part of the blocks (default: 1)")
-    parser.add_argument("--context", type=int, default=1, help="parts of each sequence, inside a node (default: 1)")
-    parser.add_argument("--schedule", default="1f1b", choices=SCHEDULES, help="of the stages (default: %(default)s)")
-    parser.add_argument("--virtual-stages", type=int, default=1, help="chunks of blocks a stage (default: 1)")
 
 
 def parallel_of(args: argparse.Namespace) -> ModelParallel:
@@ -69,7 +37,7 @@ def parallel_of(args: argparse.Namespace) -> ModelParallel:
 
 
 def candidate_of(args: argparse.Namespace, strategy: str, workload: Workload, cluster: Cluster) -> Candidate:
-    """One strategy with the arguments of `add_workload`.
+    """One strategy with the arguments of a workload.
 
     Raises:
       UserError: devices, blocks, sequence, microbatches or their groups do not divide; groups in a pipeline.
@@ -143,7 +111,7 @@ def cluster_of(name: str, nodes: int | None) -> Cluster:
 
 
 def workload_of(args: argparse.Namespace, cluster: Cluster) -> Workload:
-    """What the arguments of `add_workload` describe, with the attention that the cluster's devices will run.
+    """What the arguments of a workload describe, with the attention that the cluster's devices will run.
 
     Raises:
       UserError: an unknown model or override; a number below 1; a sequence longer than the model's maximum.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -18,13 +16,13 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import multihost
 
 from amsp_jax.errors import UserError
+from amsp_jax.runtime.output import spelled
 
 T = TypeVar("T")
 
 # Collectives give up on a late process within a minute; tokenising a large corpus takes longer.
 _PATIENCE_S = 2 * 60 * 60
 _barriers = itertools.count()
-_spelling: Callable[[str], str] = str
 
 
 def from_process_0(make: Callable[[], Any]) -> Any:
@@ -62,21 +60,7 @@ def process_0_first(make: Callable[[], T]) -> T:
 def say(*lines: str) -> None:
     """Prints lines in process 0 alone."""
     if lines and jax.process_index() == 0:
-        print(*map(_spelling, lines), sep="\n", flush=True)
-
-
-def spell_with(spelling: Callable[[str], str]) -> None:
-    """From now on `say` prints `spelling(line)`: a command line writes settings in its own way."""
-    global _spelling
-    _spelling = spelling
-
-
-def print_any_text() -> None:
-    """From now on printing cannot fail: a character that the terminal's encoding lacks is printed as an escape."""
-    for stream in (sys.stdout, sys.stderr):
-        # A notebook's or a test's stream may be of another kind; such streams take any text.
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+        print(*map(spelled, lines), sep="\n", flush=True)
 
 
 def add_up(devices: Sequence[jax.Device]) -> None:
