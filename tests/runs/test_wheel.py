@@ -23,6 +23,7 @@ BUILD = "from setuptools import build_meta; import sys; getattr(build_meta, sys.
 MICRO = [
     "--gin.DATA=corpus.txt", "--gin.STEPS=3", "--gin.EVAL_BATCHES=1", "--gin.SIMULATED_NODES=1",
     "--gin.SIMULATED_DEVICES_PER_NODE=2", "--gin.GLOBAL_BATCH=2", "--gin.SEQ_LEN=32", "--gin.RUN_DIR=run",
+    "--gin.MICROBATCH=1",
     "--gin.MODEL_OVERRIDES={'num_layers': 1, 'hidden': 32, 'ffn': 64, 'vocab_size': 300}",
 ]  # fmt: skip
 PLANNED = ["--model", "llama-tiny", "--cluster", "h100", "--global-batch", "8", "--seq-len", "128"]

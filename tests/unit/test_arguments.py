@@ -63,7 +63,7 @@ def test_every_command_has_a_module_and_a_line_of_help(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         program.main(["--help"])
     text = capsys.readouterr().out
-    assert modules <= set(re.findall(r"^ +([a-z]+) ", text, re.MULTILINE))
+    assert modules <= set(re.findall(r"^ {4}([a-z]+)\b", text, re.MULTILINE))
 
 
 def test_without_a_command_it_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
