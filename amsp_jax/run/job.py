@@ -30,7 +30,7 @@ from amsp_jax.model import Batch, Model
 from amsp_jax.run.checkpoint import leaf_paths
 from amsp_jax.run.checks import BatchShape, batch_shape, require_compiled_memory, require_memory
 from amsp_jax.run.config import TrainConfig
-from amsp_jax.run.data import Datasets, TokenDataset, global_batch, open_dataset
+from amsp_jax.run.data import Dataset, Datasets, Source, global_batch, open_dataset, open_sources
 from amsp_jax.runtime.launch import Layout, from_process_0, process_0_first
 from amsp_jax.strategy import DataRanks, parse
 
@@ -80,7 +80,7 @@ class Job:
             )
         return tuple(lines)
 
-    def load_batch(self, dataset: TokenDataset, step: int) -> dict[str, jax.Array]:
+    def load_batch(self, dataset: Dataset, step: int) -> dict[str, jax.Array]:
         """The global batch of the step that counts `step` steps before it, on its devices."""
         return global_batch(
             dataset,
@@ -91,7 +91,14 @@ class Job:
         )
 
 
-def prepare(config: TrainConfig, model: Model, vocab_size: int, layout: Layout) -> Job:
+def prepare(
+    config: TrainConfig,
+    model: Model,
+    vocab_size: int,
+    layout: Layout,
+    data: Source | None = None,
+    validation: Source | None = None,
+) -> Job:
     """Checks all settings against the model, the devices and the data, the cheapest first.
 
     Args:
@@ -99,6 +106,8 @@ def prepare(config: TrainConfig, model: Model, vocab_size: int, layout: Layout) 
       model: the model.
       vocab_size: ids that it knows; text is tokenised with at most as many.
       layout: the devices.
+      data: rows of training, in place of the corpus that `config.data` names.
+      validation: rows of validation, with `data` only.
 
     Raises:
       UserError: the strategy, what the model is cut into, the batch, the memory, the optimizer or the data do not fit.
@@ -108,18 +117,7 @@ def prepare(config: TrainConfig, model: Model, vocab_size: int, layout: Layout) 
     batch = batch_of(config, model, layout)
     require_memory(plan, layout.memory_bytes)
     optimizer = optimizer_of(config)
-    # Of several processes one trains the tokenizer and fills the cache.
-    datasets = process_0_first(
-        lambda: open_dataset(
-            config.data,
-            vocab_size=vocab_size,
-            seq_len=config.seq_len,
-            global_batch=config.global_batch,
-            seed=config.seed,
-            end_of_document=config.end_of_document,
-            on_corrupt=config.corrupt_records,
-        )
-    )
+    datasets = _open_data(config, vocab_size, data, validation)
     _require_one_corpus(datasets, config.data)
     return Job(
         config=config,
@@ -131,6 +129,36 @@ def prepare(config: TrainConfig, model: Model, vocab_size: int, layout: Layout) 
         optimizer=optimizer,
         learning_rates=_learning_rates(config),
         datasets=datasets,
+    )
+
+
+def _open_data(config: TrainConfig, vocab_size: int, data: Source | None, validation: Source | None) -> Datasets:
+    if data is not None:
+        return open_sources(
+            data,
+            validation,
+            global_batch=config.global_batch,
+            seq_len=config.seq_len,
+            vocab_size=vocab_size,
+            steps=config.steps,
+            eval_batches=config.eval_batches,
+        )
+    if validation is not None:
+        raise UserError(
+            f"validation={type(validation).__name__} has no effect with data={config.data!r}, which is split into "
+            "training and validation; give both as sources, or neither"
+        )
+    # Of several processes one trains the tokenizer and fills the cache.
+    return process_0_first(
+        lambda: open_dataset(
+            config.data,
+            vocab_size=vocab_size,
+            seq_len=config.seq_len,
+            global_batch=config.global_batch,
+            seed=config.seed,
+            end_of_document=config.end_of_document,
+            on_corrupt=config.corrupt_records,
+        )
     )
 
 

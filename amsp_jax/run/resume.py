@@ -10,6 +10,7 @@ from typing import Any
 from amsp_jax.engine.state import TrainState, init_state, true_state
 from amsp_jax.errors import UserError
 from amsp_jax.run.checkpoint import Checkpointer, Damaged
+from amsp_jax.run.data.source import resume
 from amsp_jax.run.job import Job, Wanted, params_alone, true_shapes, whole_state
 from amsp_jax.run.run_folder import CHECKPOINTS, HOW_COMPUTED, RunFolder, identity
 from amsp_jax.runtime.launch import from_process_0, say
@@ -84,6 +85,7 @@ def own_checkpoint(folder: RunFolder, job: Job) -> Saved | None:
     saved = _open(folder.checkpoints, None, wanted, goes_back=job.config.on_damaged == "previous")
     if saved:
         _require_same_data(saved.checkpointer.meta(saved.step).get("data_fingerprint", {}), job)
+        say(*resume(job.datasets, saved.step, saved.checkpointer.own(saved.step)))
     return saved
 
 

@@ -22,7 +22,8 @@ from amsp_jax.errors import BadNumbersError, NonFiniteError, Stopped
 from amsp_jax.model import Model, Params
 from amsp_jax.run.checkpoint import Checkpointer
 from amsp_jax.run.config import TrainConfig
-from amsp_jax.run.data import Prefetcher
+from amsp_jax.run.data import Prefetcher, Source
+from amsp_jax.run.data.source import state_after
 from amsp_jax.run.generate import Sampling, generate, make_next_logits
 from amsp_jax.run.job import Job, TrainStep, compile_step, prepare
 from amsp_jax.run.metrics import VALIDATION_FILE, ValidationRow, read_rows
@@ -54,6 +55,8 @@ def train(
     files: Mapping[str, str] | None = None,
     closing: Callable[[Path, int], str] | None = None,
     is_dry_run: bool = False,
+    data: Source | None = None,
+    validation: Source | None = None,
 ) -> Path:
     """Trains until `steps` or `stop_after`; goes on with the run that `run_dir` holds.
 
@@ -66,6 +69,8 @@ def train(
       files: names and texts to keep in the run folder.
       closing: a line to print at the end, of the run folder and the step that this process began at.
       is_dry_run: check and print all, write nothing and return.
+      data: rows of training, in place of the corpus that `config.data` names.
+      validation: rows of validation, with `data` only.
 
     Returns:
       The run folder.
@@ -78,7 +83,7 @@ def train(
     watch = own_watch()
     watch.doing("preparing the data")
     folder = _find_folder(config)
-    job = prepare(config, model, vocab_size, layout)
+    job = prepare(config, model, vocab_size, layout, data, validation)
     about = str(job.plan), job.datasets.description, job.batch_line, *notes, *job.notes
     say(*([str(layout)] if is_dry_run else []), *about)
     before = own_checkpoint(folder, job)
@@ -269,7 +274,8 @@ class _Running:
     def save(self) -> None:
         """Begins a checkpoint; a step that has one is left alone."""
         own_watch().doing(f"saving step {self.number}", _SAVE_LIMIT_S)
-        self._checkpointer.save(self.number, self.state, meta_of(self._job))
+        own = state_after(self._job.datasets, self.number)
+        self._checkpointer.save(self.number, self.state, meta_of(self._job), own)
 
     def compare(self) -> None:
         """Raises where replicas differ."""
@@ -342,9 +348,9 @@ def _say_validation(folder: RunFolder) -> None:
 def _say_sample(job: Job, params: Params) -> None:
     """Continues the beginning of a validation window."""
     tokenizer = job.datasets.tokenizer
-    if tokenizer is None or job.model.logits is None or not job.datasets.validation.num_windows:
+    if tokenizer is None or job.model.logits is None or not job.datasets.validation.num_rows:
         return
-    prompt = job.datasets.validation.rows(0, [0])["tokens"][0, :_SAMPLE_PROMPT_TOKENS].tolist()
+    prompt = job.datasets.validation.rows(0, np.array([0]))["tokens"][0, :_SAMPLE_PROMPT_TOKENS].tolist()
     next_logits = make_next_logits(job.model, job.plan, job.settings, job.batch.seq_len)
     drawn = generate(next_logits, params, prompt, Sampling(), tokenizer.end_of_document, tokenizer.vocab_size)
     text = tokenizer.decode(list(islice(drawn, _SAMPLE_TOKENS)))

@@ -242,7 +242,8 @@ def put(value, *spec):
 
 checkpointer = Checkpointer(sys.argv[3], keep=1)
 for step in (1, 2):
-    checkpointer.save(step, {"w": put(np.pad(values * step, ((0, 2), (0, 0))), ("a", "b"))}, {"shapes": {"w": [6, 2]}})
+    state = {"w": put(np.pad(values * step, ((0, 2), (0, 0))), ("a", "b"))}
+    checkpointer.save(step, state, {"shapes": {"w": [6, 2]}}, own=f"{index} at {step}")
 checkpointer.wait()
 assert checkpointer.latest_step() == 2
 wanted = put(values * 2, "b", "a")
@@ -251,6 +252,7 @@ restored = checkpointer.restore(2, abstract, {"w": [6, 2]})
 for got, want in zip(restored["w"].addressable_shards, wanted.addressable_shards, strict=True):
     np.testing.assert_array_equal(got.data, want.data)
 assert checkpointer.verify(2) is None
+assert checkpointer.own(2) == f"{index} at 2"
 checkpointer.close()
 
 # Both say what only one of them has found, whoever's share the damaged file is in, and process 0 sets it aside.
@@ -295,4 +297,19 @@ def test_two_processes_save_and_restore_and_one_reads_it(tmp_path):
     sharding = NamedSharding(mesh_of(3), P("a"))
     wanted = {"w": jax.device_put(np.arange(12, dtype=np.float32).reshape(6, 2) * 2, sharding)}
     assert_same(checkpointer.restore(2, abstract(wanted), {"w": [6, 2]}), wanted)
+    with pytest.raises(UserError, match=r"iterator of 2 processes, and this run has 1.*rows\(step, rows\)"):
+        checkpointer.own(2)
     checkpointer.close()
+
+
+def test_a_process_has_a_text_of_its_own_in_a_checkpoint(tmp_path):
+    checkpointer = Checkpointer(tmp_path, keep=2)
+    state = {"w": jax.device_put(np.ones(4, np.float32), NamedSharding(mesh_of(2), P("a")))}
+    checkpointer.save(1, state, {})
+    checkpointer.save(2, state, {}, own="über 2")
+    checkpointer.close()
+    reader = Checkpointer(tmp_path, keep=None)
+    assert (reader.own(1), reader.own(2)) == (None, "über 2") and reader.meta(2) == reader.meta(1)
+    (tmp_path / "2" / "process_0.json").write_text("other")
+    with pytest.raises(UserError, match="process_0.json has"):
+        reader.verify(2)

@@ -28,6 +28,7 @@ _META, _META_FILE = "meta", "metadata"
 # What this module adds to the JSON object of the caller. A checkpoint without it was written before manifests.
 _FORMAT = "format"
 _VERSION = 2
+_NUM_OWN = "num_own_texts"
 
 
 class Damaged(NamedTuple):
@@ -86,7 +87,7 @@ class Checkpointer:
         self._handler = storage.Handler()
         self._manager = self._make_manager(keep, keep_every)
 
-    def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Any, meta: Mapping[str, Any], own: str | None = None) -> None:
         """Copies `state` to the host and returns; the files are written and measured in the background.
 
         `state` may be donated as soon as this returns. A step that is already there is left alone. Waits for the
@@ -97,6 +98,7 @@ class Checkpointer:
           state: a pytree of global arrays.
           meta: JSON values saved with it. `meta["shapes"]` says the true shapes (`Shapes`); without it
             the leaves are taken to have no padding.
+          own: a text of this process, such as where its data stand; all processes give one or none does.
 
         Raises:
           UserError: the files of this or of the previous save could not be written.
@@ -107,6 +109,7 @@ class Checkpointer:
         assert set(shapes) == set(leaves), f"shapes and leaves differ: {sorted(set(shapes) ^ set(leaves))}"
         shapes = {path: list(shape) for path, shape in shapes.items()}
         written = {"version": _VERSION, "dtypes": {path: str(leaf.dtype) for path, leaf in leaves.items()}}
+        written |= {} if own is None else {_NUM_OWN: jax.process_count()}
         # orbax also lists the one that is being written.
         if step in self.steps() or step in self._manager.all_steps():
             return
@@ -116,6 +119,7 @@ class Checkpointer:
                 # orbax makes the step's folder in a thread whose failure is told to nobody.
                 with tempfile.TemporaryDirectory(prefix=_PROBE, dir=self.directory):
                     pass
+            self._handler.own_text = own
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -142,6 +146,24 @@ class Checkpointer:
           UserError: there is no such checkpoint, or it cannot be read.
         """
         return {name: value for name, value in self._meta(step).items() if name != _FORMAT}
+
+    def own(self, step: int) -> str | None:
+        """The text that this process gave to `save`; None if it gave none.
+
+        Raises:
+          UserError: another number of processes saved the checkpoint; there is no such one, or it cannot be read.
+        """
+        num_saved, num_here = self._meta(step).get(_FORMAT, {}).get(_NUM_OWN), jax.process_count()
+        if num_saved is None:
+            return None
+        if num_saved != num_here:
+            raise UserError(
+                f"checkpoint {self._folder(step)} holds the state of the data's iterator of {num_saved} processes, and "
+                f"this run has {num_here}. Start {num_saved} processes, or give a source with rows(step, rows), which "
+                "continues on any number."
+            )
+        with self._reading(step):
+            return storage.own_file(self._folder(step)).read_text(encoding="utf-8")
 
     def verify(self, step: int, full: bool = True) -> str | None:
         """Compares the files of a checkpoint with what was written.

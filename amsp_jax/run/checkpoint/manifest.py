@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +31,7 @@ Entries = Mapping[str, Entry]
 """By the path inside the checkpoint's folder, with slashes."""
 
 
-def write_part(folder: Path, index: int, own: Path, name: str) -> None:
+def write_part(folder: Path, index: int, own: Path, name: str, also: Sequence[Path] = ()) -> None:
     """Measures the files in `own`, which process `index` wrote, and leaves the result in `folder` for `seal`.
 
     Args:
@@ -39,9 +39,10 @@ def write_part(folder: Path, index: int, own: Path, name: str) -> None:
       index: the process.
       own: a folder in it.
       name: the path that `own` will have inside `folder` at the end.
+      also: files directly in `folder` that the process wrote, too.
     """
-    entries = _measure(own, _files(own))
-    _write(folder / _part(index), {f"{name}/{file}": entry for file, entry in entries.items()})
+    entries = {f"{name}/{file}": entry for file, entry in _measure(own, _files(own)).items()}
+    _write(folder / _part(index), entries | _measure(folder, [file.name for file in also]))
 
 
 def seal(folder: Path, num_parts: int, but: frozenset[str]) -> None:
@@ -117,10 +118,14 @@ def _part(index: int) -> str:
 
 
 def _write(path: Path, entries: Entries) -> None:
-    """On the disk when this returns: the rename that completes the checkpoint must not be there earlier."""
     rows = {name: {"bytes": entry.size_bytes, "crc32": f"{entry.crc32:08x}"} for name, entry in entries.items()}
-    with open(path, "w") as file:
-        json.dump({"files": rows}, file, indent=1)
+    write_text(path, json.dumps({"files": rows}, indent=1))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file that is on the disk when this returns: the checkpoint's last rename must not come earlier."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
 

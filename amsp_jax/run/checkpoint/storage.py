@@ -48,19 +48,20 @@ class Handler(ocp.PyTreeCheckpointHandler):
         self._step_folder = Path()
         self._own: Future[None] = Future()
         self._own.set_result(None)
+        self.own_text: str | None = None
 
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> list[future.Future]:
         """Orbax's own, whose last part, in this process, is its part of the manifest."""
         folder = Path(directory)
         self._step_folder = folder.parent
         own: Future[None] = Future()
-        self._own = own
+        self._own, own_text = own, self.own_text
         try:
             written = await super().async_save(directory, *args, **kwargs) or []
         except BaseException as error:
             own.set_exception(error)
             raise
-        return [_Reported(future.ChainedFuture(written, functools.partial(_measure_own, folder)), self._own)]
+        return [_Reported(future.ChainedFuture(written, functools.partial(_write_own, folder, own_text)), own)]
 
     def seal(self) -> None:
         """Completes the manifest; called in one process, when all have written and before the last rename."""
@@ -167,7 +168,17 @@ def _stored_arrays(step_folder: Path) -> dict[str, Any]:
     return ocp.PyTreeCheckpointHandler().metadata(epath.Path(step_folder / STATE)).tree
 
 
-def _measure_own(folder: Path) -> None:
-    """This process's part of the manifest: with OCDBT each process writes into a folder of its own."""
+def own_file(step_folder: Path) -> Path:
+    """The file of a checkpoint that holds this process's own text."""
+    return step_folder / f"process_{jax.process_index()}.json"
+
+
+def _write_own(folder: Path, own_text: str | None) -> None:
+    """This process's own text, and its part of the manifest: with OCDBT each process writes into its own folder."""
     index = jax.process_index()
-    manifest.write_part(folder.parent, index, folder / f"ocdbt.process_{index}", f"{STATE}/ocdbt.process_{index}")
+    also = []
+    if own_text is not None:
+        also = [own_file(folder.parent)]
+        manifest.write_text(also[0], own_text)
+    part, name = folder / f"ocdbt.process_{index}", f"{STATE}/ocdbt.process_{index}"
+    manifest.write_part(folder.parent, index, part, name, also)

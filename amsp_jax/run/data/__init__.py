@@ -1,12 +1,25 @@
-"""From a text that names a corpus to batches on devices.
+"""From a corpus, or a source of one's own, to batches on devices.
 
-`open_dataset` resolves the text, `TokenDataset.rows` is the order of samples as a pure function,
+`open_dataset` opens a corpus that a text names, `open_sources` what Python gives: a `Source`, or `from_iterator`.
 `global_batch` puts a process's rows on its devices and `Prefetcher` does so ahead of the step.
 """
 
 from amsp_jax.run.data.batches import Prefetcher, global_batch
 from amsp_jax.run.data.corpus import Datasets, open_dataset
+from amsp_jax.run.data.source import Source, from_iterator, open_sources
 from amsp_jax.run.data.tokenizer import Tokenizer
-from amsp_jax.run.data.windows import TokenDataset, Windows
+from amsp_jax.run.data.windows import Dataset, TokenDataset, Windows
 
-__all__ = ["Datasets", "Prefetcher", "TokenDataset", "Tokenizer", "Windows", "global_batch", "open_dataset"]
+__all__ = [
+    "Dataset",
+    "Datasets",
+    "Prefetcher",
+    "Source",
+    "TokenDataset",
+    "Tokenizer",
+    "Windows",
+    "from_iterator",
+    "global_batch",
+    "open_dataset",
+    "open_sources",
+]

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import jax
 import numpy as np
 
-from amsp_jax.run.data.windows import Rows, TokenDataset
+from amsp_jax.run.data.windows import Dataset
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ _AHEAD = 2
 
 
 def global_batch(
-    dataset: TokenDataset,
+    dataset: Dataset,
     step: int,
     *,
     num_microbatches: int,
@@ -32,7 +32,7 @@ def global_batch(
     """The batch of a step as global arrays [num_microbatches, rows_per_microbatch, seq_len].
 
     Row `row` of microbatch `m` is row `m * rows_per_microbatch + row` of the global batch. Each process reads
-    only the rows of its own devices, and each of them once.
+    only the rows of its own devices, in one call.
 
     Args:
       dataset: training or validation rows.
@@ -49,16 +49,14 @@ def global_batch(
             f"{num_microbatches} microbatches of {rows_per_microbatch} rows are not the global batch of "
             f"{dataset.global_batch} rows that the sample order counts in"
         )
-    shape = (num_microbatches, rows_per_microbatch, dataset.windows.seq_len)
+    shape = (num_microbatches, rows_per_microbatch, dataset.seq_len)
     numbers = np.arange(dataset.global_batch).reshape(shape[:2])
-    read: dict[bytes, Rows] = {}
+    shards = sharding.addressable_devices_indices_map(shape).values()
+    own = np.unique(np.concatenate([numbers[index[:2]].reshape(-1) for index in shards if index is not None]))
+    read = dataset.rows(step, own)
 
     def shard(name: str, index: tuple[slice, ...]) -> np.ndarray:
-        rows = numbers[index[:2]]
-        key = rows.tobytes()
-        if key not in read:
-            read[key] = dataset.rows(step, rows.reshape(-1))
-        return read[key][name].reshape(*rows.shape, -1)[:, :, index[2]]
+        return read[name][np.searchsorted(own, numbers[index[:2]])][:, :, index[2]]
 
     return {
         name: jax.make_array_from_callback(shape, sharding, functools.partial(shard, name))

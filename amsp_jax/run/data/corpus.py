@@ -20,7 +20,7 @@ from amsp_jax.run.data.scans import remembered
 from amsp_jax.run.data.sources import OnCorrupt, Summary, TextSource, open_text
 from amsp_jax.run.data.token_files import TOKEN_SUFFIXES, TokenFile, check_ids, open_npy, open_tokens, scan
 from amsp_jax.run.data.tokenizer import Tokenizer, check_vocab_size, train_tokenizer
-from amsp_jax.run.data.windows import TokenDataset, Windows, split_places
+from amsp_jax.run.data.windows import Dataset, TokenDataset, Windows, split_places
 
 # Raise it when the same text would be tokenised, split or stored in another way.
 _CACHE_FORMAT = 1
@@ -44,8 +44,8 @@ class Datasets:
       corrupt: the records that were left out, each as `file:line: reason`; the first 10,000 of them.
     """
 
-    train: TokenDataset
-    validation: TokenDataset
+    train: Dataset
+    validation: Dataset
     tokenizer: Tokenizer | None
     description: str
     fingerprint: Mapping[str, str]

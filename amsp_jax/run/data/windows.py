@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Protocol
 
 import grain
 import numpy as np
@@ -19,6 +20,25 @@ from amsp_jax.run.data.token_files import TokenFile
 
 Rows = dict[str, np.ndarray]
 """`tokens`, `targets` int32 and `weights` float32, each [num_rows, seq_len] (or [seq_len], for one window)."""
+
+
+class Dataset(Protocol):
+    """Rows of batches, as the training loop reads them."""
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of a step."""
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a row."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are not padding; `sys.maxsize` where they do not end."""
+
+    def rows(self, step: int, rows: np.ndarray) -> Rows:
+        """`tokens`, `targets` and `weights` of some rows of a step, each [len(rows), seq_len]."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,6 +125,11 @@ class TokenDataset:
         # grain adds the epoch to the seed of a shuffle; a seed derived by grain keeps the second epoch of seed 0
         # from being the first of seed 1.
         return source.seed(self.seed).shuffle().repeat()
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a row."""
+        return self.windows.seq_len
 
     @property
     def num_windows(self) -> int:
