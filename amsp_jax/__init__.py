@@ -48,6 +48,9 @@ _HOME = {
 }
 """The module of each public name that needs jax."""
 
+_MODULES = {"data": "run.data"}
+"""Where a public module is, such as `amsp_jax.data`."""
+
 __all__ = [
     "PRESETS",
     "DataRanks",
@@ -68,6 +71,7 @@ __all__ = [
     "TrainState",
     "UserError",
     "abstract_state",
+    "data",
     "ddp",
     "hfsdp",
     "hpz",
@@ -88,6 +92,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{_MODULES[name]}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
