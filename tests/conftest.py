@@ -34,7 +34,8 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-PROGRAMS, KEPT_DAYS = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]), 7
+# The folder above, and not one that the person named.
+PROGRAMS, KEPT_DAYS = Path(__file__).parents[1] / ".cache" / "programs", 7
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -23,6 +23,13 @@ from amsp_jax.strategy import DataRanks, Strategy
 RANKS = DataRanks(per_node=4, num_nodes=2)
 STEPS, ROWS, SEQ = 4, 24, 8
 
+PRESETS = ["ddp", "zero1", "zero2", "zero3", "mics(2)", "mics(4)", "hpz(4)", "hfsdp(2)"]
+QUICKSTART = "params=replica grads=node opt_state=full"
+# Each degree is another one inside a node.
+THREE_DEGREES = "params=2x1 grads=4x1 opt_state=4x2"
+# Parameters span the nodes before they fill one.
+NODES_FIRST = "params=1x2 grads=2x2 opt_state=2x2"
+
 # Over 8 shards the vocabulary and the hidden size are padded, and the bias of gpt's ffn is replicated.
 MODELS = {
     "llama": ("llama-tiny", {"vocab_size": 61, "hidden": 60, "ffn": 20, "num_heads": 2, "num_kv_heads": 1}),
@@ -68,14 +75,14 @@ def plan_for(strategy: Strategy | str, model: Model, ranks: DataRanks = RANKS, d
 
 
 @functools.cache
-def _initial_params(model: Model) -> Params:
+def initial_params(model: Model) -> Params:
     return jax.device_get(init_state(model, optax.identity(), plan_for("ddp", model, DataRanks(1)), seed=3).params)
 
 
 @functools.cache
 def initial(model: Model, optimizer: optax.GradientTransformation) -> TrainState:
     """The state of `init_state` with seed 3, of true shapes and as numpy."""
-    params = _initial_params(model)
+    params = initial_params(model)
     with jax.numpy_dtype_promotion("standard"):
         opt_state = jax.device_get(jax.jit(optimizer.init)(params))
     return TrainState(step=np.int32(0), params=params, opt_state=opt_state)
@@ -155,6 +162,12 @@ def one_device(model_name: str, optimizer_name: str) -> tuple[list[Any], TrainSt
 def _one_device_run(model_name: str) -> Run:
     m = model(model_name)
     return Run(m, plan_for("ddp", m, DataRanks(1)))
+
+
+@functools.cache
+def one_device_of(own: Model, optimizer_name: str, num_steps: int) -> tuple[list[Any], TrainState]:
+    """One device's training of a model that is not the oracle's own."""
+    return Run(own, plan_for("ddp", own, DataRanks(1))).train(optimizer(optimizer_name), batches(steps=num_steps))
 
 
 def assert_equal_states(a: TrainState, b: TrainState, *, largest: bool, zero_gradient: str = "") -> None:

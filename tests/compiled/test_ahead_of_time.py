@@ -6,10 +6,11 @@ import os
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import pytest
-from apart import ROOT, apart, needs_plugin
+from gpu_compiler import ROOT, compiles_for_gpus, needs_gpu_compiler
 from jax.experimental import topologies
 
 from amsp_jax.__main__ import parse_args
@@ -32,14 +33,14 @@ def tiny_plan(target="h100"):
     return make_plan(strategy, MODEL.abstract_params(), DataRanks(2, 2), devices)
 
 
-@needs_plugin
+@needs_gpu_compiler
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 def test_targets_are_understood(target):
     found = ahead_of_time.target_devices(target, 2, 2)
     assert len(found) == 4 and ahead_of_time.target_name(found[0].device_kind) == target
 
 
-@needs_plugin
+@needs_gpu_compiler
 def test_the_compiler_needs_no_cuda():
     """In a process of its own, as the tests' is on the CPU anyway."""
     code = "from amsp_jax.compile.ahead_of_time import keep_jax_on_cpu, target_devices\n"
@@ -49,8 +50,7 @@ def test_the_compiler_needs_no_cuda():
     assert done.stdout == "16\n"
 
 
-@needs_plugin
-@apart
+@compiles_for_gpus
 def test_a_step_compiles_for_four_absent_gpus():
     plan = tiny_plan()
     optimizer = make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
@@ -66,8 +66,7 @@ def test_a_step_compiles_for_four_absent_gpus():
     assert any(s.flops.attention and s.flops.matmul for s in blocks)
 
 
-@needs_plugin
-@apart
+@compiles_for_gpus
 def test_weight_gradients_are_added_up_inside_their_products():
     """Of the blocks' seven matrices, in the loop over microbatches; small products of one input stay apart."""
     plan = make_plan("zero1", MODEL.abstract_params(), DataRanks(1, 2), ahead_of_time.target_devices("h100", 2, 1))
@@ -77,8 +76,7 @@ def test_weight_gradients_are_added_up_inside_their_products():
     assert len(adding) == 7 * len(MODEL.blocks)
 
 
-@needs_plugin
-@apart
+@compiles_for_gpus
 def test_a_step_compiles_with_pallas_attention():
     model = build_model("llama-tiny", {"num_layers": 2, "hidden": 256, "num_kv_heads": 2}, attention="pallas")
     plan = make_plan("zero3", model.abstract_params(), DataRanks(2, 2), ahead_of_time.target_devices("a100", 2, 2))
@@ -89,8 +87,7 @@ def test_a_step_compiles_with_pallas_attention():
     assert len(kernels) == 3 * 2 and "__cudnn$fmha" not in text
 
 
-@needs_plugin
-@apart
+@compiles_for_gpus
 def test_thresholds_take_effect_as_options_of_one_compilation():
     plan, optimizer = tiny_plan(), make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
 
@@ -102,8 +99,8 @@ def test_thresholds_take_effect_as_options_of_one_compilation():
     none = {
         name: "1" for name in xla_flags.combine_thresholds(MODEL, plan.degrees, "bfloat16", Reduction.of("float32"))
     }
-    xla_flags.combine_thresholds = lambda *_: none
-    assert num_operations() > 3 * combined
+    with mock.patch.object(xla_flags, "combine_thresholds", lambda *_: none):
+        assert num_operations() > 3 * combined
 
 
 def test_options_are_those_of_a_run_and_the_users_win(monkeypatch):
@@ -165,14 +162,12 @@ def check_command(flags):
     assert "for 16 target devices NVIDIA H100" in out and "synchronous" in out
 
 
-@needs_plugin
-@apart
+@compiles_for_gpus
 def test_the_command_prints_xla_beside_the_planner():
     check_command("")
 
 
-@needs_plugin
-@apart
+@compiles_for_gpus
 def test_the_command_prints_a_group_of_microbatches():
     check_command(" --microbatch-group 3")
 

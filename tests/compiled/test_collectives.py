@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from oracle import RANKS, plan_for
+from oracle import QUICKSTART, RANKS, THREE_DEGREES, plan_for
 from test_communication import predicted
 from test_memory import predicted_argument_bytes
 
@@ -31,8 +31,8 @@ STRATEGIES = [
     "mics(4)",
     "hpz(4)",
     "hfsdp(2)",
-    "params=replica grads=node opt_state=full",
-    "params=2x1 grads=4x1 opt_state=4x2",
+    QUICKSTART,
+    THREE_DEGREES,
 ]
 # The triples that none of them is.
 OTHERS = sorted({str(d) for d in all_degrees(RANKS)} - {str(parse(s).resolve(RANKS)) for s in STRATEGIES})
@@ -106,21 +106,25 @@ def check(strategy, accumulation):
     assert program.memory_analysis().argument_size_in_bytes == num_bytes
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_compiled_step_is_the_designs_and_the_predicted_one(strategy, accumulation):
-    check(strategy, accumulation)
+def test_the_compiled_step_is_the_designs_and_the_predicted_one(strategy):
+    """Of four microbatches: one before the loop, two in it, one after it."""
+    check(strategy, 4)
 
 
-@pytest.mark.parametrize("strategy", [STRATEGIES[0], STRATEGIES[3], STRATEGIES[-1]])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", THREE_DEGREES])
+def test_one_microbatch_is_first_and_last(strategy):
+    check(strategy, 1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", THREE_DEGREES])
 def test_two_microbatches_leave_no_loop(strategy):
     """Of ranks that reduce, the first and the last microbatch are outside."""
     check(strategy, 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("strategy", OTHERS)
+@pytest.mark.parametrize(("strategy", "accumulation"), [(triple, (4, 1)[i % 2]) for i, triple in enumerate(OTHERS)])
 def test_of_every_other_triple(strategy, accumulation):
     check(strategy, accumulation)
 
@@ -129,16 +133,15 @@ def test_no_triple_is_left_out():
     assert len({str(parse(s).resolve(RANKS)) for s in STRATEGIES} | set(OTHERS)) == 40
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_one_device_has_none(accumulation):
-    plan = plan_for("zero3", oracle.model("llama"), oracle.DataRanks(1))
-    assert hlo.collectives(lowered(plan, accumulation).compile().as_text()) == []
+def test_one_device_has_none():
+    plan = plan_for("zero3", oracle.model("llama"), DataRanks(1))
+    assert hlo.collectives(lowered(plan, 4).compile().as_text()) == []
 
 
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
 def test_dtypes_on_the_wire(reduce_dtype):
     """Parameters travel in the compute dtype, gradients in the reduction dtype, whatever the backend makes of it."""
-    plan = plan_for("params=2x1 grads=4x1 opt_state=4x2", oracle.model("llama"), dtype=jnp.bfloat16)
+    plan = plan_for(THREE_DEGREES, oracle.model("llama"), dtype=jnp.bfloat16)
     text = lowered(plan, 2, settings=StepSettings(reduce_dtype=jnp.dtype(reduce_dtype))).as_text()
     wire = {"float32": "f32", "bfloat16": "bf16"}[reduce_dtype]
     assert set(re.findall(r'"stablehlo.all_gather".*-> tensor<[\dx]+x(\w+)>', text)) == {"bf16"}
@@ -146,7 +149,7 @@ def test_dtypes_on_the_wire(reduce_dtype):
     assert set(scattered) == {wire} and len(scattered) > 20
 
 
-@pytest.mark.parametrize("optimizer", ["adafactor", "lion", "lamb"])
+@pytest.mark.parametrize("optimizer", ["adafactor", pytest.param("lion", marks=pytest.mark.slow), "lamb"])
 def test_other_optimizers_move_no_whole_leaf(optimizer):
     """XLA adds norms and factored statistics for the optimizer, no gathers of matrices."""
     plan = plan_for("zero3", oracle.model("llama"))

@@ -1,5 +1,6 @@
 """Gradients that travel between nodes in bf16, summed in float32: the program, its numbers, the planner's."""
 
+import functools
 import re
 from collections import Counter
 
@@ -9,8 +10,8 @@ import numpy as np
 import oracle
 import parallel_rows
 import pytest
-from apart import apart, needs_plugin
-from oracle import Run, batches, difference, plan_for
+from gpu_compiler import compiles_for_gpus
+from oracle import NODES_FIRST, QUICKSTART, Run, batches, difference, plan_for
 from test_collectives import lowered
 from test_communication import FLOAT32, parts_of, predicted
 
@@ -29,10 +30,13 @@ from amsp_jax.predict.planner import Candidate, Scorer, Workload
 from amsp_jax.strategy import DataRanks, parse
 
 TWO_BY_TWO = DataRanks(per_node=2, num_nodes=2)
-QUICKSTART = "params=replica grads=node opt_state=full"
-STRATEGIES = ["zero1", "zero2", "zero3", "hpz", "mics", QUICKSTART]
-# Of one role inside a node and of another between nodes, whichever is more significant in the stored order.
-MIXED = ["params=1x2 grads=2x2 opt_state=2x2", "params=replica grads=1x2 opt_state=2x2"]
+# The last two have one role inside a node and another between nodes, whichever is more significant in the stored order.
+STRATEGIES = [
+    *("zero1", "zero2", "zero3", "hpz", "mics", QUICKSTART),
+    *(NODES_FIRST, "params=replica grads=1x2 opt_state=2x2"),
+]
+# Every strategy in a step of a first microbatch, a loop and a last; some in a step of one microbatch.
+CASES = [*((strategy, 4) for strategy in STRATEGIES), ("zero1", 1), ("zero3", 1)]
 BF16_WIRE = Reduction.of("float32", "bfloat16")
 NARROW = StepSettings(inter_node_dtype="bfloat16")
 # The largest relative error of a value that is rounded to bf16.
@@ -52,18 +56,24 @@ def gradients(plan, settings, accumulation=1, model=None, batch=None):
 # The numbers
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("strategy", [*STRATEGIES, *MIXED])
+@pytest.mark.parametrize(("strategy", "accumulation"), CASES)
 def test_what_a_node_contributes_is_rounded_once(strategy, accumulation):
     """Gradients in float32, padded leaves: a wrong order of pieces would be no rounding."""
     plan = plan_for(strategy, oracle.model("llama"), TWO_BY_TWO)
-    found, expected = (gradients(plan, settings, accumulation) for settings in (NARROW, StepSettings()))
-    is_sharded_over_nodes = strategy != "mics"
-    assert (0 < difference(found, expected) < ROUNDING) if is_sharded_over_nodes else difference(found, expected) == 0
+    found = oracle.to_true(gradients(plan, NARROW, min(accumulation, 3)), oracle.initial_params(oracle.model("llama")))
+    error = difference(found, gradients_of_one_device())
+    # Sums in float32 differ by 1e-6 where their order does.
+    assert (1e-4 < error < ROUNDING) if strategy != "mics" else error < 1e-5
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-@pytest.mark.parametrize(("accumulation", "largest"), [(1, 1e-5), (4, ROUNDING)])
+@functools.cache
+def gradients_of_one_device():
+    return gradients(plan_for("ddp", oracle.model("llama"), DataRanks(1)), StepSettings())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulation", "largest"), [("zero1", 1, 1e-5), ("zero3", 1, 1e-5), ("zero1", 4, ROUNDING)]
+)
 def test_one_microbatch_of_one_rank_a_node_is_not_rounded(strategy, accumulation, largest):
     """Gradients leave the products in bf16, so that training differs by the order of the sum; more are sums."""
     plan = plan_for(strategy, oracle.model("llama"), DataRanks(1, 4), jnp.bfloat16)
@@ -113,8 +123,7 @@ def test_only_between_nodes_is_the_wire_bf16():
     assert set(exchanged) == {"bf16"} and set(scattered) == {"f32"} and set(reduced) == {"f32"}
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("strategy", [*STRATEGIES, *MIXED])
+@pytest.mark.parametrize(("strategy", "accumulation"), CASES)
 def test_the_compiled_step_has_the_predicted_collectives(strategy, accumulation):
     """By kind, groups and values: XLA for CPUs writes an exchange as its pieces, and in float32."""
     plan = plan_for(strategy, oracle.model("llama"), TWO_BY_TWO)
@@ -134,8 +143,7 @@ def test_the_compiled_step_has_the_predicted_collectives(strategy, accumulation)
 
 
 @pytest.mark.slow
-@needs_plugin
-@apart
+@compiles_for_gpus
 def test_exchanges_are_asynchronous_on_absent_gpus_and_as_planned():
     """Two nodes of two. XLA starts them as late as it may; what a barrier holds back runs beside products."""
     num_layers = 10

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import oracle
 import pytest
-from apart import apart, needs_plugin
-from oracle import RANKS, plan_for
-from test_equivalence import MIXED, PRESETS
+from gpu_compiler import compiles_for_gpus
+from oracle import NODES_FIRST, PRESETS, QUICKSTART, RANKS, THREE_DEGREES, plan_for
 
 from amsp_jax.compile import ahead_of_time
 from amsp_jax.engine.blocks import Remat
@@ -27,6 +26,7 @@ from amsp_jax.predict.cost.trace import trace_model
 from amsp_jax.strategy import DataRanks
 
 ACCUMULATION = 3
+STRATEGIES = [*PRESETS, QUICKSTART, THREE_DEGREES, NODES_FIRST]
 
 
 def arguments(model, plan, optimizer):
@@ -52,19 +52,19 @@ def check_arguments(strategy, name):
     assert program.memory_analysis().argument_size_in_bytes == predicted
 
 
-@pytest.mark.parametrize("strategy", [*PRESETS, *MIXED])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_argument_bytes_are_those_of_a_program_with_these_arguments(strategy):
     check_arguments(strategy, "adamw")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_argument_bytes_of_every_optimizer(name):
-    check_arguments("params=2x1 grads=4x1 opt_state=4x2", name)
+    check_arguments(THREE_DEGREES, name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("strategy", [*PRESETS, *MIXED])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_argument_bytes_of_every_optimizer_and_strategy(strategy, name):
     check_arguments(strategy, name)
 
@@ -159,8 +159,7 @@ def predicted_and_compiled_bytes(num_chunks):
 
 
 @pytest.mark.slow
-@needs_plugin
-@apart
+@compiles_for_gpus
 def test_the_peak_of_a_large_vocabulary_with_and_without_chunks():
     totals = []
     for num_chunks in (1, 8):

@@ -94,7 +94,9 @@ def test_a_live_state_moves(old, new):
     assert_same(reshard(stored(old), plan(new)), new)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if " p" in name else pytest.mark.slow) for name in LAYOUTS]
+)
 def test_initial_states_are_bit_identical(name):
     true = true_state(model(), optimizer())
     state = to_true(init_state(model(), optimizer(), plan(name), seed=3), true)

@@ -2,17 +2,13 @@
 
 import dataclasses
 import functools
-import importlib.util
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_compiler import compiles_for_gpus
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -30,11 +26,6 @@ from amsp_jax.errors import UserError
 from amsp_jax.model import Model, Part
 from amsp_jax.models.registry import build_model
 from amsp_jax.strategy import DataRanks
-
-ROOT = Path(__file__).parents[2]
-needs_plugin = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs the cuda extra: pip install -e '.[cuda]'"
-)
 
 VOCAB, HIDDEN, ROWS, SEQ = 24, 16, 4, 3
 FLOAT32 = Reduction.of(jnp.float32)
@@ -356,17 +347,8 @@ def test_only_floating_point_arrays_are_sent():
         case.lowered()
 
 
-@needs_plugin
+@compiles_for_gpus
 def test_sends_travel_while_stages_compute():
-    """Compiled for absent GPUs, in a process of its own: XLA reads its flags once, and the tests' are for the CPU."""
-    code = "import test_pipeline; test_pipeline.check_that_sends_are_asynchronous()"
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "compiled")))
-    environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-def check_that_sends_are_asynchronous():
     model = build_model("llama-tiny", {"num_layers": 4, "hidden": 256, "ffn": 512}, attention="cudnn")
     parallel, devices = ModelParallel(pipeline=2), ahead_of_time.target_devices("h100", 2, 2)
     plan = plan_model("zero1", model, DataRanks(2, 1), devices, parallel=parallel)

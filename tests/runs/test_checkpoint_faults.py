@@ -354,8 +354,10 @@ def test_a_killed_save_is_not_picked_up_and_blocks_nothing(tmp_path, point):
     assert_goes_on(tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("after_ms", range(0, 300, 20))
+@pytest.mark.parametrize(
+    "after_ms",
+    [pytest.param(ms, marks=pytest.mark.slow if ms % 100 == 40 else pytest.mark.soak) for ms in range(0, 300, 20)],
+)
 def test_killed_at_any_moment(tmp_path, after_ms):
     child = start(tmp_path, "never")
     assert child.stdout.readline() == "ready\n"

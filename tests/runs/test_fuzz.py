@@ -1,6 +1,6 @@
 """Broken input of every kind, through the functions that `train.py` calls: one line for the person, and no damage.
 
-Every case follows from its number. `pytest -m slow tests/runs/test_fuzz.py` runs the wide version.
+Every case follows from its number. `pytest -m soak tests/runs/test_fuzz.py` runs the wide version.
 """
 
 import contextlib
@@ -482,7 +482,7 @@ def test_broken_input(kind: str, tmp_path: Path) -> None:
     run_cases(kind, tmp_path, range(KINDS[kind][1]))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
 def test_much_broken_input(kind: str, tmp_path: Path) -> None:
     first, last = KINDS[kind][1:]
