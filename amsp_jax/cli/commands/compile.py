@@ -84,7 +84,8 @@ def run(args: argparse.Namespace) -> None:
     """
     ahead_of_time.keep_jax_on_cpu()
     cluster = cluster_of(args.cluster, args.nodes)
-    _target_devices(cluster)
+    # Mistakes in the command are reported before a missing compiler is.
+    ahead_of_time.target_name(cluster.device_kind)
     workload = workload_of(args, cluster)
     candidate = candidate_of(args, args.strategy, workload, cluster)
     print("\n".join(cluster_lines(cluster)), flush=True)
