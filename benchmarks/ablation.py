@@ -59,9 +59,11 @@ class Part:
     def settings(self, accumulation: int) -> StepSettings:
         """Of a step of so many microbatches."""
         return StepSettings(
-            peel_first=self.peel_first, peel_last=self.peel_last, inter_node_dtype=self.inter_node_dtype,
-            group=accumulation if self.is_grouped else 1,
-        )  # fmt: skip
+            peel_first=self.peel_first,
+            peel_last=self.peel_last,
+            inter_node_dtype=self.inter_node_dtype,
+            microbatch_group=accumulation if self.is_grouped else 1,
+        )
 
     def options(self, layout: launch.Layout, model: Model, plan: Plan) -> dict[str, str]:
         """For the compiler; on a CPU it has no such option."""
@@ -119,7 +121,7 @@ def parts_of(plan: Plan, accumulation: int) -> Sequence[Part]:
 def measured(layout: launch.Layout, ranks: DataRanks, size: Size, strategy: str, args: argparse.Namespace) -> list[Row]:
     """Compiles the parts of a strategy and times them in turns: a row for each."""
     model, attention = measure.model_on(layout, size)
-    plan = make_plan(strategy, model.abstract_params(), ranks, layout.devices, COMPUTE_DTYPE)
+    plan = make_plan(strategy, model, ranks=ranks, devices=layout.devices, compute_dtype=COMPUTE_DTYPE)
     shape, parts = size.shape(args.accumulation, ranks), parts_of(plan, args.accumulation)
     steps = []
     for part in parts:

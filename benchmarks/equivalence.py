@@ -23,7 +23,7 @@ from amsp_jax.cli import exits
 from amsp_jax.engine.optimizer import make_optimizer, to_true
 from amsp_jax.engine.plan import make_plan
 from amsp_jax.engine.state import init_state, true_state
-from amsp_jax.engine.train_step import StepSettings, make_train_step
+from amsp_jax.engine.train_step import make_train_step
 from amsp_jax.models.registry import build_model
 from amsp_jax.strategy import DataRanks
 
@@ -66,9 +66,9 @@ def train(strategy, devices, nodes, dtype, attention, accumulation):
     model = build_model("llama-tiny", {"hidden": 256, "ffn": 768, "init_std": 0.1}, attention=attention)
     optimizer = make_optimizer("sgd", 0.3, clip_norm=1.0)
     ranks = DataRanks(len(devices) // nodes, nodes)
-    plan = make_plan(strategy, model.abstract_params(), ranks, devices, jnp.dtype(dtype))
-    state = init_state(model, optimizer, plan, seed=1)
-    step = make_train_step(model, optimizer, plan, StepSettings())
+    plan = make_plan(strategy, model, ranks=ranks, devices=devices, compute_dtype=jnp.dtype(dtype))
+    state = init_state(plan, optimizer, seed=1)
+    step = make_train_step(plan, optimizer)
     draw = np.random.default_rng(0)
     losses, norms = [], []
     for _ in range(6):
@@ -76,10 +76,10 @@ def train(strategy, devices, nodes, dtype, attention, accumulation):
         weights = (draw.random((24, 256)) < 0.9).astype(np.float32)
         batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
         batch = {k: v.reshape(accumulation, -1, 256) for k, v in batch.items()}
-        state, metrics = step(state, plan.place(batch), np.uint32(0))
+        state, metrics = step(state, plan.place(batch))
         losses.append(float(metrics.loss))
         norms.append(float(metrics.grad_norm))
-    return np.array(losses), np.array(norms), jax.device_get(to_true(state.params, true_state(model, optimizer).params))
+    return np.array(losses), np.array(norms), jax.device_get(to_true(state.params, true_state(plan, optimizer).params))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from typing import Any
 
 import jax
 import measure
-import numpy as np
 from ablation import PARTS, Part
 
 from amsp_jax.cli import exits, parsing
@@ -93,11 +92,11 @@ def compiled(job: Job, part: Part) -> Any:
 
 def run(job: Job, program: Any) -> list[float]:
     """The loss of each step, from the run's initial state."""
-    state, seed = init_state(job.model, job.optimizer, job.plan, job.config.seed), np.uint32(job.config.seed)
+    state = init_state(job.plan, job.optimizer, job.config.seed)
     losses = []
     with Prefetcher(lambda i: job.load_batch(job.datasets.train, i), 0, job.config.steps) as batches:
         for batch in batches:
-            state, metrics = program(state, batch, seed)
+            state, metrics = program(state, batch)
             losses.append(metrics.loss)
             # One step is in flight, as in the trainer.
             jax.block_until_ready(losses[-2:-1])

@@ -167,11 +167,10 @@ def compile_step(
     """The step on batches [microbatches, rows over all ranks, tokens]; the optimizer is `adamw()` if None."""
     start = time.perf_counter()
     optimizer = optimizer or adamw()
-    step: Any = make_train_step(model, optimizer, plan, settings)
+    step: Any = make_train_step(plan, optimizer, settings)
     kinds = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     batch = {k: jax.ShapeDtypeStruct(shape, dtype, sharding=plan.batch_sharding) for k, dtype in kinds.items()}
-    seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=plan.replicated)
-    lowered = step.lower(abstract_state(model, optimizer, plan), batch, seed)
+    lowered = step.lower(abstract_state(plan, optimizer), batch)
     traced = time.perf_counter()
     program = lowered.compile(compiler_options=options)
     return CompiledStep(program, traced - start, time.perf_counter() - traced)
@@ -179,12 +178,12 @@ def compile_step(
 
 def initial_state(model: Model, plan: Plan) -> TrainState:
     """The state before the first step of a training run."""
-    return init_state(model, adamw(), plan, 0)
+    return init_state(plan, adamw(), 0)
 
 
 def filled_state(model: Model, plan: Plan) -> TrainState:
     """A state that is neither random, which takes seconds to compile, nor zero, whose products run faster."""
-    abstract = abstract_state(model, adamw(), plan)
+    abstract = abstract_state(plan, adamw())
 
     def fill(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return 0.02 * jnp.sin(jax.lax.broadcasted_iota(leaf.dtype, leaf.shape, len(leaf.shape) - 1))
@@ -219,13 +218,12 @@ def run_steps(
     """Seconds of each of some steps. One is always in flight, as in the trainer: a step's time is from its
     predecessor's end to its own; in that of the first is its launch, some 1 ms. One more is run, for the last to have
     another in flight, too: where CPUs are short it is faster without."""
-    seed = jax.device_put(np.uint32(0), program.input_shardings[0][2])
     begin = time.perf_counter()
     ends: list[Future[tuple[float, float]]] = []
     # In a thread of its own, as a dispatch may block for most of a step (a loop whose end the host must see).
     with ThreadPoolExecutor(1) as watcher:
         for i in range(num_steps + 1):
-            state, metrics = program(state, batches[i % len(batches)], seed)
+            state, metrics = program(state, batches[i % len(batches)])
             ends.append(watcher.submit(_end_of, metrics.loss))
             if i:
                 ends[i - 1].result()
@@ -306,9 +304,9 @@ def measured(
       inter_node_dtype, microbatch_group: as in `StepSettings`.
     """
     begin, ranks = time.monotonic(), DataRanks(layout.devices_per_node, layout.num_nodes)
-    settings = StepSettings(inter_node_dtype=inter_node_dtype, group=microbatch_group)
+    settings = StepSettings(inter_node_dtype=inter_node_dtype, microbatch_group=microbatch_group)
     model, attention = model_on(layout, size)
-    plan = make_plan(strategy, model.abstract_params(), ranks, layout.devices, COMPUTE_DTYPE)
+    plan = make_plan(strategy, model, ranks=ranks, devices=layout.devices, compute_dtype=COMPUTE_DTYPE)
     options, shape = compiler_options(layout, model, plan, settings), size.shape(accumulation, ranks)
     compiled = compile_step(model, plan, settings, shape, options)
     row = {"accumulation": accumulation, **surroundings(layout, size, attention, options), **compiled.row()}

@@ -216,10 +216,12 @@ def predict(setting: Setting) -> memory.MemoryEstimate:
     """The planner's estimate."""
     overrides = tuple(setting.overrides.items())
     distinct = sketch_of(setting.model, overrides)
-    plan = make_plan(setting.strategy, distinct.model.abstract_params(), DataRanks(4, setting.num_nodes))
+    plan = make_plan(setting.strategy, distinct.model, ranks=DataRanks(4, setting.num_nodes))
     optimizer = make_optimizer("adamw", 3e-4, weight_decay=0.1, clip_norm=1.0)
     settings = StepSettings(
-        reduce_dtype=jnp.dtype(setting.reduce_dtype), remat=Remat(setting.remat), group=setting.microbatch_group
+        reduce_dtype=jnp.dtype(setting.reduce_dtype),
+        remat=Remat(setting.remat),
+        microbatch_group=setting.microbatch_group,
     )
     trace = trace_of(setting.model, overrides, setting.microbatch, setting.seq_len, settings.remat)
     if setting.microbatch_group > 1:

@@ -36,7 +36,7 @@ from amsp_jax.compile.hlo.text import parse
 from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.learning_rate import make_learning_rate
 from amsp_jax.engine.parallel import ModelParallel
-from amsp_jax.engine.plan import Plan, plan_model
+from amsp_jax.engine.plan import Plan, make_plan
 from amsp_jax.models.registry import build_model
 from amsp_jax.predict.cost.trace import cudnn_assumed
 
@@ -114,7 +114,7 @@ def measure(case: Case, only_lower: bool, hlo_path: Path | None) -> dict[str, An
     """Seconds of each phase and what the compiled program says; only up to XLA where there is no compiler for it."""
     model = build_model(case.model, case.overrides, attention="xla" if case.target == "cpu" else "cudnn")
     ranks = case.parallel.data_ranks(case.num_devices // DEVICES_PER_NODE, DEVICES_PER_NODE)
-    plan = plan_model(case.strategy, model, ranks, devices_of(case), parallel=case.parallel)
+    plan = make_plan(case.strategy, model, ranks=ranks, devices=devices_of(case), parallel=case.parallel)
     settings = StepSettings(remat=Remat.FULL, virtual_stages=case.virtual_stages)
     optimizer = make_optimizer(
         "adamw",
@@ -122,11 +122,11 @@ def measure(case: Case, only_lower: bool, hlo_path: Path | None) -> dict[str, An
         weight_decay=0.1,
         clip_norm=1.0,
     )
-    arguments = (abstract_state(model, optimizer, plan), *batch_and_seed(case, plan))
+    arguments = (abstract_state(plan, optimizer), batch_of(case, plan))
     planned = planned_bytes(plan, arguments)
     clock = Clock()
     with cudnn_assumed():
-        traced = make_train_step(model, optimizer, plan, settings).trace(*arguments)
+        traced = make_train_step(plan, optimizer, settings).trace(*arguments)
         clock.lap("trace")
         lowered = traced.lower(lowering_platforms=None if plan_has_devices(plan) else ("cpu",))
         clock.lap("lower")
@@ -179,17 +179,16 @@ def plan_has_devices(plan: Plan) -> bool:
     return isinstance(plan.mesh, jax.sharding.Mesh)
 
 
-def batch_and_seed(case: Case, plan: Plan) -> tuple[dict[str, jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
-    """The step's arguments after the state."""
+def batch_of(case: Case, plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
+    """The step's argument after the state."""
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     shape, sharding = case.batch_shape, plan.batch_sharding
-    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
-    return batch, jax.ShapeDtypeStruct((), jnp.uint32, sharding=plan.replicated)
+    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
 
 
 def planned_bytes(plan: Plan, arguments: Any) -> int:
     """Of one device: master and moments by the plan's arithmetic, its rows of the batch, counters and seed."""
-    states, (_, batch, _) = plan.bytes_per_device(), arguments
+    states, (_, batch) = plan.bytes_per_device(), arguments
     rows = sum(x.size * x.dtype.itemsize for x in batch.values()) // plan.degrees.ranks.total
     scalars = sum(x.dtype.itemsize for x in jax.tree.leaves(arguments) if not x.shape)
     return states.master + states.moments + rows + scalars

@@ -27,7 +27,7 @@ import measure
 from amsp_jax.cli import exits, parsing
 from amsp_jax.compile import ahead_of_time, xla_flags
 from amsp_jax.engine.parallel import ModelParallel
-from amsp_jax.engine.plan import Plan, plan_model
+from amsp_jax.engine.plan import Plan, make_plan
 from amsp_jax.engine.train_step import Remat, StepSettings
 from amsp_jax.model import Model
 from amsp_jax.models.registry import build_model
@@ -114,11 +114,18 @@ def main() -> None:
     parallel = ModelParallel(tensor=args.tensor, pipeline=args.pipeline, context=args.context)
     ranks = parallel.data_ranks(args.nodes, len(devices) // args.nodes)
     model = build_model(args.model, args.overrides, attention=args.attention)
-    plan = plan_model(args.strategy, model, ranks, devices, jnp.dtype(args.compute_dtype), parallel)
+    plan = make_plan(
+        args.strategy,
+        model,
+        ranks=ranks,
+        devices=devices,
+        compute_dtype=jnp.dtype(args.compute_dtype),
+        parallel=parallel,
+    )
     settings = StepSettings(
-        reduce_dtype=jnp.dtype(args.reduce_dtype), inter_node_dtype=args.inter_node_dtype,
-        remat=Remat(args.remat), peel_first=not args.no_peel, peel_last=not args.no_peel,
-        schedule=args.pipeline_schedule, virtual_stages=args.virtual_stages, group=args.microbatch_group,
+        reduce_dtype=jnp.dtype(args.reduce_dtype), inter_node_dtype=args.inter_node_dtype, remat=Remat(args.remat),
+        peel_first=not args.no_peel, peel_last=not args.no_peel, pipeline_schedule=args.pipeline_schedule,
+        virtual_stages=args.virtual_stages, microbatch_group=args.microbatch_group,
     )  # fmt: skip
     shape = (args.accumulation, args.microbatch * ranks.total, args.seq_len)
     row = {

@@ -28,7 +28,7 @@ from oracle import Run, assert_equal_metrics, assert_equal_states
 from parallel_table import Row
 
 from amsp_jax.engine.optimizer import make_optimizer
-from amsp_jax.engine.plan import Plan, plan_model
+from amsp_jax.engine.plan import Plan, make_plan
 from amsp_jax.engine.state import TrainState
 from amsp_jax.engine.train_step import StepSettings
 from amsp_jax.model import Model
@@ -64,7 +64,7 @@ def optimizer(name: str) -> optax.GradientTransformation:
 
 @functools.cache
 def one_device(model: Model) -> Run:
-    return Run(model, plan_model("ddp", model, DataRanks(1), jax.devices()[:1], jnp.float32))
+    return Run(model, make_plan("ddp", model, ranks=DataRanks(1), devices=jax.devices()[:1], compute_dtype=jnp.float32))
 
 
 @functools.cache
@@ -78,7 +78,7 @@ def check(row: Row) -> None:
         model(row.model, row.tied, row.num_layers),
         plan_of(row),
         row.microbatches,
-        StepSettings(schedule=row.schedule[0] or "1f1b", virtual_stages=row.schedule[1]),
+        StepSettings(pipeline_schedule=row.schedule[0] or "1f1b", virtual_stages=row.schedule[1]),
         OPTIMIZERS,
     )
 
@@ -86,7 +86,9 @@ def check(row: Row) -> None:
 def plan_of(row: Row) -> Plan:
     own = model(row.model, row.tied, row.num_layers)
     devices = jax.devices()[: row.num_devices]
-    return plan_model(row.strategy, own, row.ranks, devices, jnp.float32, row.parallel)
+    return make_plan(
+        row.strategy, own, ranks=row.ranks, devices=devices, compute_dtype=jnp.float32, parallel=row.parallel
+    )
 
 
 def check_layout(

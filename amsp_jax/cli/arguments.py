@@ -83,7 +83,9 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor", type=int, default=1, help="parts of each matrix, inside a node (default: 1)")
     parser.add_argument("--pipeline", type=int, default=1, help="stages, each with a part of the blocks (default: 1)")
     parser.add_argument("--context", type=int, default=1, help="parts of each sequence, inside a node (default: 1)")
-    parser.add_argument("--schedule", default="1f1b", choices=SCHEDULES, help="of the stages (default: %(default)s)")
+    parser.add_argument(
+        "--pipeline-schedule", default="1f1b", choices=SCHEDULES, help="of the stages (default: %(default)s)"
+    )
     parser.add_argument("--virtual-stages", type=int, default=1, help="chunks of blocks a stage (default: 1)")
 
 

@@ -107,10 +107,9 @@ def compile_step(
     """
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=plan.batch_sharding) for name, dtype in dtypes.items()}
-    seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=plan.replicated)
     with cudnn_assumed():
-        step: Any = make_train_step(model, optimizer, plan, settings)
-        lowered = step.lower(abstract_state(model, optimizer, plan), batch, seed)
+        step: Any = make_train_step(plan, optimizer, settings)
+        lowered = step.lower(abstract_state(plan, optimizer), batch)
         return lowered.compile(compiler_options=compiler_options(model, plan, settings))
 
 

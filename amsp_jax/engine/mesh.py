@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import jax
@@ -65,6 +66,40 @@ def mesh_axes(degrees: Degrees, parallel: ModelParallel) -> dict[str, int]:
     around = parallel.axis_sizes()
     sizes = {STAGE: around.pop(STAGE), **axis_sizes(degrees), **around}
     return {axis: size for axis, size in sizes.items() if size > 1}
+
+
+def find_nodes(
+    devices: Sequence[jax.Device], devices_per_node: int | None = None
+) -> tuple[tuple[jax.Device, ...], int]:
+    """The devices node by node, and the number of nodes.
+
+    Without `devices_per_node` a node is a machine: accelerators say which of them share one (`slice_index`), elsewhere
+    the devices of each process are a node.
+
+    Raises:
+      UserError: the nodes have not equally many devices.
+    """
+    if not devices:
+        raise UserError("devices=[]: a plan needs at least one device")
+    if devices_per_node is not None:
+        if devices_per_node < 1 or len(devices) % devices_per_node:
+            raise UserError(
+                f"devices_per_node={devices_per_node} does not divide the {len(devices)} devices; it must be one of "
+                f"{', '.join(str(n) for n in range(1, len(devices) + 1) if len(devices) % n == 0)}"
+            )
+        return tuple(devices), len(devices) // devices_per_node
+    sizes = Counter(map(_node, devices))
+    if len(set(sizes.values())) > 1:
+        raise UserError(
+            f"the {len(sizes)} nodes have {', '.join(map(str, sizes.values()))} devices; give equally many of each, or "
+            "say devices_per_node"
+        )
+    return tuple(sorted(devices, key=_node)), len(sizes)
+
+
+def _node(device: jax.Device) -> int:
+    found = getattr(device, "slice_index", None)
+    return device.process_index if found is None else int(found)
 
 
 def make_mesh(

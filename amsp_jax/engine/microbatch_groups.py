@@ -132,8 +132,8 @@ def check_group(group: int, num_microbatches: int, num_stages: int = 1) -> None:
         raise UserError(f"MICROBATCH_GROUP={group}: it must be at least 1")
     if group > 1 and num_stages > 1:
         raise UserError(
-            f"MICROBATCH_GROUP={group} with PIPELINE={num_stages}: a pipeline has an order of its own, SCHEDULE; leave "
-            "MICROBATCH_GROUP at 1"
+            f"MICROBATCH_GROUP={group} with PIPELINE={num_stages}: a pipeline has an order of its own, "
+            "PIPELINE_SCHEDULE; leave MICROBATCH_GROUP at 1"
         )
     if num_microbatches % group:
         count = f"{num_microbatches} microbatch{'es' * (num_microbatches > 1)}"

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from amsp_jax.engine.plan import Plan
-from amsp_jax.engine.train_step import StepSettings, make_grad_fn, mean_scale
+from amsp_jax.engine.train_step import DEFAULT, StepSettings, make_grad_fn, mean_scale
 from amsp_jax.model import Batch, Model, Params
 
 
@@ -45,15 +45,13 @@ class NonFinite:
         return ", ".join(paths[:3]) + more
 
 
-def make_find_nonfinite(
-    model: Model, plan: Plan, settings: StepSettings
-) -> Callable[[Params, Batch, Any, Any], NonFinite]:
+def make_find_nonfinite(plan: Plan, settings: StepSettings = DEFAULT) -> Callable[[Params, Batch, Any, Any], NonFinite]:
     """`(params, batch, seed, step) -> NonFinite`; it compiles at its first call, and all processes call it together.
 
     The arguments are those of the step: its batch, and as `step` the steps before it. Where later steps have changed
     the parameters, the answer is that of the new ones.
     """
-    grads_of = make_grad_fn(model, plan, settings)
+    grads_of, model = make_grad_fn(plan, settings), plan.model
 
     def is_bad(params: Params, batch: Batch, seed: Any, step: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         sums, grads = grads_of(params, batch, seed, step)

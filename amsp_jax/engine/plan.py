@@ -23,10 +23,10 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from amsp_jax.engine.mesh import DataAxes, data_axes, make_mesh, mesh_axes
+from amsp_jax.engine.mesh import DataAxes, data_axes, find_nodes, make_mesh, mesh_axes
 from amsp_jax.engine.parallel import CONTEXT, STAGE, TENSOR, ModelParallel
 from amsp_jax.errors import UserError
-from amsp_jax.model import Batch, Model, Params, Split
+from amsp_jax.model import Batch, LossOutput, Model, Params, Split
 from amsp_jax.strategy import DataRanks, Degrees, Strategy, parse
 
 MASTER_BYTES = 4
@@ -177,6 +177,7 @@ class Plan:
       leaves: a `LeafPlan` in place of each parameter.
       compute_dtype: of gathered parameters.
       strategy: as it was asked for.
+      model: the model that the plan is valid for.
       parallel: what one copy of the model is cut into beside it.
     """
 
@@ -185,6 +186,7 @@ class Plan:
     leaves: Params
     compute_dtype: jnp.dtype
     strategy: Strategy
+    model: Model
     parallel: ModelParallel = ModelParallel()
 
     @property
@@ -272,6 +274,47 @@ class Plan:
 
 def make_plan(
     strategy: Strategy | str,
+    model: Model,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    ranks: DataRanks | None = None,
+    devices_per_node: int | None = None,
+    parallel: ModelParallel | None = None,
+    compute_dtype: Any = jnp.bfloat16,
+) -> Plan:
+    """Compiles a strategy for a model on devices.
+
+    Args:
+      strategy: or its text.
+      model: only the shapes of its parameters are read.
+      devices: all of them; `jax.devices()` if neither they nor `ranks` are given. Nodes are found as `find_nodes` says.
+      ranks: the data ranks, of one stage where there are several. Without `devices` the plan is for devices that do
+        not exist yet, and its mesh is abstract. With `devices`, these are given node by node.
+      devices_per_node: takes this many devices, in their order, for a node.
+      parallel: pipeline stages, context and tensor; none by default.
+      compute_dtype: of gathered parameters.
+
+    Raises:
+      UserError: the strategy does not fit the ranks, the devices are not as many, or the model is not made for the
+        parts that it is to be cut into.
+
+    Example:
+      >>> plan = make_plan("zero3", model)
+      >>> print(make_plan("zero3", model, ranks=DataRanks(per_node=8, num_nodes=128)))
+    """
+    parallel, splits = parallel or ModelParallel(), model.splits()
+    _check_parallel(model, parallel, splits)
+    if ranks is not None and devices_per_node is not None:
+        raise UserError(f"devices_per_node={devices_per_node} and ranks={ranks}: the ranks say both; leave one out")
+    if ranks is None:
+        devices, num_nodes = find_nodes(jax.devices() if devices is None else devices, devices_per_node)
+        ranks = parallel.data_ranks(num_nodes, len(devices) // num_nodes, max(1, len(model.blocks)))
+    params, blocks = model.abstract_params(), model.block_numbers()
+    return _compile(strategy, model, params, ranks, devices, compute_dtype, parallel, splits, blocks)
+
+
+def plan_parameters(
+    strategy: Strategy | str,
     params: Params,
     ranks: DataRanks,
     devices: Sequence[jax.Device] | None = None,
@@ -279,25 +322,38 @@ def make_plan(
     *,
     parallel: ModelParallel | None = None,
     splits: Params | None = None,
-    blocks: Params | None = None,
 ) -> Plan:
-    """Compiles a strategy for parameters on data ranks; `plan_model` is for a model.
+    """Compiles a strategy for a tree of abstract parameters that belongs to no model; see `make_plan`.
 
     Args:
-      strategy: or its text.
-      params: abstract parameters (`Model.abstract_params()`): only shapes are read.
-      ranks: the data ranks, of one stage where there are several.
-      devices: node by node; None plans for devices that are not there.
-      compute_dtype: of gathered parameters.
-      parallel: stages, context and tensor; none by default.
-      splits: a `Split` or None in place of each parameter (`Model.splits()`); None: no parameter is split.
-      blocks: number of the block of each parameter, -1 for none (`Model.block_numbers()`); stages share them.
+      strategy, ranks, devices, compute_dtype, parallel: as of `make_plan`, the devices node by node.
+      params: only shapes are read.
+      splits: a `Split` or None in place of each parameter; None: no parameter is split.
 
-    Raises:
-      UserError: the strategy does not fit the ranks, the devices are not as many, or a parameter has too few units for
-        the tensor ranks.
+    Returns:
+      A plan of sizes and shardings; a step cannot be made of it.
     """
-    strategy, parallel = parse(strategy), parallel or ModelParallel()
+    model = Model.from_loss(_no_mathematics, lambda key: jax.tree.map(lambda x: jnp.zeros(x.shape), params))
+    parallel = parallel or ModelParallel()
+    return _compile(strategy, model, params, ranks, devices, compute_dtype, parallel, splits, None)
+
+
+def _no_mathematics(params: Params, batch: Batch, rng: jax.Array) -> LossOutput:
+    raise AssertionError("the plan is of parameters alone: plan_parameters")
+
+
+def _compile(
+    strategy: Strategy | str,
+    model: Model,
+    params: Params,
+    ranks: DataRanks,
+    devices: Sequence[jax.Device] | None,
+    compute_dtype: Any,
+    parallel: ModelParallel,
+    splits: Params | None,
+    blocks: Params | None,
+) -> Plan:
+    strategy = parse(strategy)
     degrees = _resolve(strategy, ranks, parallel)
     around = _Around.of(degrees, parallel)
     flat_splits = jax.tree.leaves(splits, is_leaf=_is_split_or_none) if splits is not None else None
@@ -314,23 +370,12 @@ def make_plan(
         raise UserError(
             f"compute_dtype={jnp.dtype(compute_dtype).name}: a model computes in a dtype of floating point, as bfloat16"
         )
-    return Plan(mesh, degrees, jax.tree.unflatten(structure, leaves), jnp.dtype(compute_dtype), strategy, parallel)
+    planned = jax.tree.unflatten(structure, leaves)
+    return Plan(mesh, degrees, planned, jnp.dtype(compute_dtype), strategy, model, parallel)
 
 
-def plan_model(
-    strategy: Strategy | str,
-    model: Model,
-    ranks: DataRanks,
-    devices: Sequence[jax.Device] | None = None,
-    compute_dtype: Any = jnp.bfloat16,
-    parallel: ModelParallel | None = None,
-) -> Plan:
-    """Compiles a strategy for a model; arguments as of `make_plan`.
-
-    Raises:
-      UserError: as `make_plan`; or the model is not made for what it is cut into.
-    """
-    parallel, splits = parallel or ModelParallel(), model.splits()
+def _check_parallel(model: Model, parallel: ModelParallel, splits: Params | None) -> None:
+    """Raises UserError unless the model is made for the parts that it is to be cut into."""
     inner = {"TENSOR": parallel.tensor, "CONTEXT": parallel.context}
     if splits is None and (asked := [f"{name}={size}" for name, size in inner.items() if size > 1]):
         raise UserError(
@@ -346,10 +391,6 @@ def plan_model(
             f"PIPELINE={parallel.pipeline} is more stages than {model.name} has blocks, {len(model.blocks)}; "
             f"choose at most {len(model.blocks)}"
         )
-    return make_plan(
-        strategy, model.abstract_params(), ranks, devices, compute_dtype,
-        parallel=parallel, splits=splits, blocks=model.block_numbers(),
-    )  # fmt: skip
 
 
 def _resolve(strategy: Strategy, ranks: DataRanks, parallel: ModelParallel) -> Degrees:

@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 
 from amsp_jax.engine.plan import Plan, path_name
 from amsp_jax.engine.state import TrainState, abstract_state
-from amsp_jax.model import Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,16 +68,14 @@ class _Replicated:
     dims: tuple[int, ...]
 
 
-def make_replica_check(
-    model: Model, optimizer: optax.GradientTransformation, plan: Plan
-) -> Callable[[TrainState], list[Divergence]]:
+def make_replica_check(plan: Plan, optimizer: optax.GradientTransformation) -> Callable[[TrainState], list[Divergence]]:
     """`(state) -> what differs`, empty if nothing does; all processes call it together and get the same answer.
 
     It reads the replicated part of the state once, gathers 4 bytes per leaf and device, and waits for the answer. It
     compiles at its first call. GPUs sum the words as they are read; XLA's CPU backend writes the mixed ones down first,
     so there it needs as much memory again as the replicated part has.
     """
-    abstract = abstract_state(model, optimizer, plan)
+    abstract = abstract_state(plan, optimizer)
     leaves = list(_replicated(abstract, plan))
     specs = [leaf.sharding.spec for leaf in jax.tree.leaves(abstract)]
     axes = tuple(plan.mesh.axis_names)

@@ -12,12 +12,14 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
 from amsp_jax.engine.optimizer import abstract_opt_state, abstract_storage, moment_plans, to_storage, to_true
 from amsp_jax.engine.plan import LeafPlan, Plan
-from amsp_jax.model import Model, Params
+from amsp_jax.errors import UserError
+from amsp_jax.model import Params
 
 
 @flax.struct.dataclass
@@ -26,43 +28,61 @@ class TrainState:
 
     Attributes:
       step: int32, steps done.
+      seed: uint32, of the random draws of every step; it never changes.
       params: the float32 master.
       opt_state: of the optax optimizer.
     """
 
     step: Any
+    seed: Any
     params: Params
     opt_state: Any
 
 
-def true_state(model: Model, optimizer: optax.GradientTransformation) -> TrainState:
+def true_state(plan: Plan, optimizer: optax.GradientTransformation) -> TrainState:
     """The state of true, unpadded shapes, as `ShapeDtypeStruct`s on no device."""
-    params = model.abstract_params()
-    step = jax.ShapeDtypeStruct((), jnp.int32)
-    return TrainState(step=step, params=params, opt_state=abstract_opt_state(optimizer, params))
+    params = plan.model.abstract_params()
+    return TrainState(**_counters(), params=params, opt_state=abstract_opt_state(optimizer, params))
 
 
-def abstract_state(model: Model, optimizer: optax.GradientTransformation, plan: Plan) -> TrainState:
+def _counters(**sharding: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    return {
+        "step": jax.ShapeDtypeStruct((), jnp.int32, **sharding),
+        "seed": jax.ShapeDtypeStruct((), jnp.uint32, **sharding),
+    }
+
+
+def abstract_state(plan: Plan, optimizer: optax.GradientTransformation) -> TrainState:
     """The state as it is stored, as `ShapeDtypeStruct`s with shardings: to restore into, or to compile for."""
-    return _stored(plan, true_state(model, optimizer))
+    return _stored(plan, true_state(plan, optimizer))
 
 
 def _stored(plan: Plan, true: TrainState) -> TrainState:
     return TrainState(
-        step=jax.ShapeDtypeStruct((), jnp.int32, sharding=plan.replicated),
+        **_counters(sharding=plan.replicated),
         params=abstract_storage(plan, true.params),
         opt_state=abstract_storage(plan, true.opt_state),
     )
 
 
-def init_state(model: Model, optimizer: optax.GradientTransformation, plan: Plan, seed: int) -> TrainState:
-    """A fresh state, created already sharded; its values depend on `seed` alone, bit for bit on every mesh.
+def init_state(plan: Plan, optimizer: optax.GradientTransformation, seed: int = 0) -> TrainState:
+    """Creates a fresh state, already sharded; its values depend on `seed` alone, bit for bit on every mesh.
 
     Bit for bit where each value is computed by itself, as random draws are; an `init` that sums over a dimension
     may differ in its last bit.
+
+    Args:
+      plan: of the model.
+      optimizer: any optax transform.
+      seed: of the parameters, and of the random draws of each step, such as dropout; the state keeps it.
+
+    Raises:
+      UserError: the seed is no integer of 32 bits.
     """
-    params = _init_params(model, plan, seed)
-    true, stored = true_state(model, optimizer), abstract_state(model, optimizer, plan)
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
+        raise UserError(f"seed={seed!r}: it must be an integer from 0 to {2**32 - 1}")
+    params = _init_params(plan, int(seed))
+    true, stored = true_state(plan, optimizer), abstract_state(plan, optimizer)
 
     def init_optimizer(params: Params) -> Any:
         with jax.numpy_dtype_promotion("standard"):
@@ -70,12 +90,13 @@ def init_state(model: Model, optimizer: optax.GradientTransformation, plan: Plan
         return to_storage(opt_state, stored.opt_state)
 
     opt_state = jax.jit(init_optimizer, out_shardings=_shardings(stored.opt_state))(params)
-    step = jax.jit(lambda: jnp.int32(0), out_shardings=plan.replicated)()
-    return TrainState(step=step, params=params, opt_state=opt_state)
+    step, kept = jax.jit(lambda: (jnp.int32(0), jnp.uint32(seed)), out_shardings=plan.replicated)()
+    return TrainState(step=step, seed=kept, params=params, opt_state=opt_state)
 
 
-def _init_params(model: Model, plan: Plan, seed: int) -> Params:
-    """One compiled function per distinct part: a deep model compiles one block."""
+def _init_params(plan: Plan, seed: int) -> Params:
+    """The initial master, from one compiled function for each distinct part: a deep model compiles one block."""
+    model = plan.model
     embed, blocks, head = model.split(plan.leaves)
     compiled: dict[Any, Callable[[jax.Array], Params]] = {}
     trees = []
@@ -120,7 +141,7 @@ def reshard(state: TrainState, plan: Plan) -> TrainState:
         return jax.ShapeDtypeStruct(leaf.shape if leaf else x.shape, x.dtype)
 
     true = TrainState(
-        step=jax.ShapeDtypeStruct((), jnp.int32),
+        **_counters(),
         params=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), plan.leaves),
         opt_state=jax.tree_util.tree_map_with_path(true_moment, state.opt_state),
     )

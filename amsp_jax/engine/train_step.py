@@ -23,7 +23,7 @@ from amsp_jax.engine.microbatch_groups import Group, check_group, group_grads
 from amsp_jax.engine.optimizer import num_updates, to_storage, to_true
 from amsp_jax.engine.parallel import CONTEXT, STAGE
 from amsp_jax.engine.pipeline import make_pipeline
-from amsp_jax.engine.pipeline.schedule import Schedule
+from amsp_jax.engine.pipeline.schedule import PipelineSchedule
 from amsp_jax.engine.plan import LeafPlan, Plan
 from amsp_jax.engine.state import TrainState, abstract_state, true_state
 from amsp_jax.errors import UserError
@@ -70,9 +70,9 @@ class StepSettings:
       remat: what blocks keep for the backward pass.
       peel_first, peel_last: run the first and the last microbatch outside the loop, so that the gathers and the
         reductions of once a step overlap them; without effect where there are none, and where there are stages.
-      schedule: of the pipeline, `1f1b` or `gpipe`, where the plan has stages.
+      pipeline_schedule: order of the pipeline's work, `1f1b` or `gpipe`, where the plan has stages.
       virtual_stages: parts of the model that a stage has; more than one interleaves them.
-      group: microbatches that go through each block before the next block (`breadth`), where there are no stages; it
+      microbatch_group: microbatches that go through each block before the next block, where there are no stages; it
         divides the microbatches of a step.
 
     Raises:
@@ -84,15 +84,15 @@ class StepSettings:
     remat: Remat = Remat.PROJECTIONS
     peel_first: bool = True
     peel_last: bool = True
-    schedule: str = "1f1b"
+    pipeline_schedule: str = "1f1b"
     virtual_stages: int = 1
-    group: int = 1
+    microbatch_group: int = 1
 
     def __post_init__(self) -> None:
         if self.remat not in list(Remat):
             raise UserError(f"remat={self.remat!r}: it must be one of {', '.join(Remat)}")
         object.__setattr__(self, "remat", Remat(self.remat))
-        for name in ("virtual_stages", "group"):
+        for name in ("virtual_stages", "microbatch_group"):
             if not isinstance(value := getattr(self, name), int):
                 raise UserError(f"{name}={value!r}: it must be a whole number")
 
@@ -106,40 +106,41 @@ class StepSettings:
         return Reduction.of(self.reduce_dtype, self.inter_node_dtype)
 
 
+DEFAULT = StepSettings()
+"""Settings of a step for which nothing else is asked."""
 GradFn = Callable[[Params, Batch, Any, Any], tuple[LossSums, Params]]
 
 
 def make_train_step(
-    model: Model, optimizer: optax.GradientTransformation, plan: Plan, settings: StepSettings
-) -> Callable[[TrainState, Batch, Any], tuple[TrainState, StepMetrics]]:
-    """The jitted training step `(state, batch, seed) -> (state, metrics)`; the state is donated.
+    plan: Plan, optimizer: optax.GradientTransformation, settings: StepSettings = DEFAULT
+) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+    """The jitted training step `(state, batch) -> (state, metrics)`; the state is donated.
 
     Args:
-      model: the model.
-      optimizer: any optax transform.
-      plan: of the model's parameters.
-      settings: how it computes.
+      plan: of the model.
+      optimizer: any optax transform, the one of the state.
+      settings: how the step computes.
 
     Returns:
       A function whose batch is a dict of arrays [microbatches, rows, ...] at `plan.batch_sharding` and whose state
       keeps its shardings. It compiles once for each shape of batch. Where loss or gradient norm is not finite, the
       batch is passed over: `state.step` counts it, parameters and optimizer state keep their bits.
     """
-    grads_of, update = make_grad_fn(model, plan, settings), make_update_fn(model, optimizer, plan)
+    grads_of, update = make_grad_fn(plan, settings), make_update_fn(plan, optimizer)
 
-    def step(state: TrainState, batch: Batch, seed: jax.Array) -> tuple[TrainState, StepMetrics]:
-        sums, grads = grads_of(state.params, batch, seed, state.step)
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        sums, grads = grads_of(state.params, batch, state.seed, state.step)
         return update(state, grads, sums)
 
-    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer, plan))
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(plan, optimizer))
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, plan.replicated))
 
 
 def make_update_fn(
-    model: Model, optimizer: optax.GradientTransformation, plan: Plan
+    plan: Plan, optimizer: optax.GradientTransformation
 ) -> Callable[[TrainState, Params, LossSums], tuple[TrainState, StepMetrics]]:
     """`(state, summed gradients, sums) -> (state, metrics)`: the mean gradient, and optax on leaves of true shape."""
-    true, stored = true_state(model, optimizer), abstract_state(model, optimizer, plan)
+    true, stored = true_state(plan, optimizer), abstract_state(plan, optimizer)
 
     def update(state: TrainState, grads: Params, sums: LossSums) -> tuple[TrainState, StepMetrics]:
         scale = mean_scale(sums.weight)
@@ -159,7 +160,7 @@ def make_update_fn(
         )
         applied = to_storage(params, stored.params), to_storage(opt_state, stored.opt_state)
         kept = _select(metrics.is_finite, applied, (state.params, state.opt_state))
-        return TrainState(step=state.step + 1, params=kept[0], opt_state=kept[1]), metrics
+        return TrainState(step=state.step + 1, seed=state.seed, params=kept[0], opt_state=kept[1]), metrics
 
     return update
 
@@ -183,15 +184,17 @@ def _select(is_finite: jax.Array, applied: Any, before: Any) -> Any:
     return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), applied, before)
 
 
-def make_grad_fn(model: Model, plan: Plan, settings: StepSettings) -> GradFn:
+def make_grad_fn(plan: Plan, settings: StepSettings = DEFAULT) -> GradFn:
     """`(params, batch, seed, step) -> (sums, gradients of the summed loss at the OS sharding)`.
 
     `params` are the stored master; batch as in `make_train_step`; sums are global. To be called under `jit`.
     """
-    model = _summing_in_float32(model)
+    model = _summing_in_float32(plan.model)
 
     def stage(params: Params, batch: Batch, rows: jax.Array, seed: Any, step: Any) -> tuple[LossSums, Params]:
-        schedule = Schedule(settings.schedule, plan.parallel.pipeline, settings.virtual_stages, len(rows))
+        schedule = PipelineSchedule(
+            settings.pipeline_schedule, plan.parallel.pipeline, settings.virtual_stages, len(rows)
+        )
         pipeline = make_pipeline(model, plan.leaves, schedule, _gather_tree(plan, settings), settings.remat)
         shards = pipeline.param_shards(params, plan.compute_dtype)
         outputs, grads = pipeline.grads(shards, (batch, rows), lambda rows: row_keys(seed, step, rows))
@@ -200,7 +203,9 @@ def make_grad_fn(model: Model, plan: Plan, settings: StepSettings) -> GradFn:
 
     def local(params: Params, batch: Batch, rows: jax.Array, seed: Any, step: Any) -> tuple[LossSums, Params]:
         microbatches = _Microbatches(model, plan, settings, seed, step)
-        sums, grads = _accumulate(microbatches, _in_groups(settings.group, (batch, rows)), params, unknown_zero(step))
+        sums, grads = _accumulate(
+            microbatches, _in_groups(settings.microbatch_group, (batch, rows)), params, unknown_zero(step)
+        )
         return _global_sums(plan, sums), grads
 
     def grads_of(params: Params, batch: Batch, seed: Any, step: Any) -> tuple[LossSums, Params]:
@@ -210,8 +215,8 @@ def make_grad_fn(model: Model, plan: Plan, settings: StepSettings) -> GradFn:
         mapped = jax.shard_map(whole, mesh=plan.mesh, in_specs=in_specs, out_specs=(P(), specs), check_vma=False)
         batch = in_context_order(plan, batch)
         rows = _row_numbers(batch)
-        check_group(settings.group, len(rows), plan.parallel.pipeline)
-        Schedule(settings.schedule, plan.parallel.pipeline, settings.virtual_stages, len(rows))
+        check_group(settings.microbatch_group, len(rows), plan.parallel.pipeline)
+        PipelineSchedule(settings.pipeline_schedule, plan.parallel.pipeline, settings.virtual_stages, len(rows))
         return mapped(params, batch, rows, jnp.asarray(seed), jnp.asarray(step))
 
     return grads_of
@@ -291,20 +296,20 @@ class _Microbatches:
 
     def first_grads(self, params: Params, data: Any, is_last: bool) -> tuple[LossSums, Params, Params]:
         """Those of the first microbatch, from the master's shards, as `last_grads` if it is the last; and P shards."""
-        if self.settings.group > 1:
+        if self.settings.microbatch_group > 1:
             return self._group_grads(params, None, data, is_first=True, is_last=is_last)
         shards = _param_shards(self.plan, params)
         return *(self.last_grads(shards, None, data) if is_last else self.grads(shards, data)), shards
 
     def grads(self, shards: Params, data: Any) -> tuple[LossSums, Params]:
         """Local sums and float32 G shards."""
-        if self.settings.group > 1:
+        if self.settings.microbatch_group > 1:
             return self._group_grads(shards, None, data, is_first=False, is_last=False)[:2]
         return self._grads(_gather_tree(self.plan, self.settings), shards, data)
 
     def last_grads(self, shards: Params, total: Params | None, data: Any) -> tuple[LossSums, Params]:
         """Local sums, and the OS shards of the sum of the microbatches before and this one."""
-        if self.settings.group > 1:
+        if self.settings.microbatch_group > 1:
             return self._group_grads(shards, total, data, is_first=False, is_last=True)[:2]
         leaves = self.plan.leaves
         pairs = jax.tree.map(lambda _, w, *t: (w, t[0] if t else None), leaves, shards, *([total] if total else []))
@@ -458,9 +463,9 @@ def _global_sums(plan: Plan, sums: LossSums) -> LossSums:
     return jax.tree.map(lambda x: lax.psum(x, axes), sums) if axes else sums
 
 
-def make_eval_step(model: Model, plan: Plan, settings: StepSettings) -> Callable[[Params, Batch], LossSums]:
+def make_eval_step(plan: Plan, settings: StepSettings = DEFAULT) -> Callable[[Params, Batch], LossSums]:
     """The jitted `(params, batch) -> global sums`, the batch as in `make_train_step`; keys are those of step 0."""
-    model = _summing_in_float32(model)
+    model = _summing_in_float32(plan.model)
 
     def local(params: Params, batch: Batch, rows: jax.Array) -> LossSums:
         sums = _as_sums(_forward(model, plan, settings, params, batch, rows))
@@ -469,12 +474,12 @@ def make_eval_step(model: Model, plan: Plan, settings: StepSettings) -> Callable
     return _mapped(plan, local, P())
 
 
-def make_logits_step(model: Model, plan: Plan, settings: StepSettings) -> Callable[[Params, Batch], jax.Array]:
+def make_logits_step(plan: Plan, settings: StepSettings = DEFAULT) -> Callable[[Params, Batch], jax.Array]:
     """The jitted `(params, batch) -> logits [microbatches, rows, seq, vocab]`, rows sharded as the batch's.
 
     Only for a model with `logits`.
     """
-    logits = model.logits
+    model, logits = plan.model, plan.model.logits
     assert logits is not None, f"{model.name} has no logits"
     head = Part(model.head.init, lambda params, embed, x, batch, rng: logits(params, embed, x))
     speaking = dataclasses.replace(model, head=head)
@@ -493,7 +498,7 @@ def _forward(model: Model, plan: Plan, settings: StepSettings, params: Params, b
     """What the head gives for each microbatch, [microbatches, ...], from the OS shards; keys are those of step 0."""
     gather_tree = _gather_tree(plan, settings)
     if plan.parallel.pipeline > 1:
-        schedule = Schedule("gpipe", plan.parallel.pipeline, 1, plan.parallel.pipeline)
+        schedule = PipelineSchedule("gpipe", plan.parallel.pipeline, 1, plan.parallel.pipeline)
         pipeline = make_pipeline(model, plan.leaves, schedule, gather_tree, settings.remat)
         shards = pipeline.param_shards(params, plan.compute_dtype)
         return pipeline.forward(shards, (batch, rows), lambda rows: row_keys(0, 0, rows))

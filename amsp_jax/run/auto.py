@@ -120,7 +120,7 @@ def _ranked(config: TrainConfig, model: Model, cluster: Cluster) -> dict:
         pipelines=(config.pipeline,),
         contexts=(config.context,),
         virtual_stages=(config.virtual_stages,),
-        pipeline_schedule=config.schedule,
+        pipeline_schedule=config.pipeline_schedule,
         microbatch_groups=(config.microbatch_group,),
     )
     try:

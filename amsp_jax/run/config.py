@@ -44,7 +44,7 @@ class TrainConfig:
         1, "devices that share each matrix and the sequence between them; a group lies inside a node"
     )
     pipeline: int = _setting(1, "stages of the pipeline, each with a part of the blocks")
-    schedule: Literal["1f1b", "gpipe"] = _setting("1f1b", "order of the pipeline's work")
+    pipeline_schedule: Literal["1f1b", "gpipe"] = _setting("1f1b", "order of the pipeline's work")
     virtual_stages: int = _setting(1, "parts of the model that each stage has; more than 1 interleaves them")
     context: int = _setting(1, "devices that share each sequence, for ring attention")
     cluster: str | None = _setting(

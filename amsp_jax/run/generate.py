@@ -52,7 +52,7 @@ def make_next_logits(
       settings: as of the training step.
       seq_len: longest context; shorter ones are padded, so that it compiles once.
     """
-    logits_of = make_logits_step(model, plan, settings)
+    logits_of = make_logits_step(plan, settings)
     num_ranks = plan.degrees.ranks.total
 
     def pick(params: Params, batch: Batch, position: jax.Array) -> jax.Array:

@@ -20,9 +20,8 @@ from amsp_jax.engine.mesh import level
 from amsp_jax.engine.microbatch_groups import check_group
 from amsp_jax.engine.optimizer import abstract_storage, make_optimizer
 from amsp_jax.engine.parallel import ModelParallel
-from amsp_jax.engine.pipeline import schedule
-from amsp_jax.engine.pipeline.schedule import assign_blocks
-from amsp_jax.engine.plan import Plan, plan_model
+from amsp_jax.engine.pipeline.schedule import PipelineSchedule, assign_blocks
+from amsp_jax.engine.plan import Plan, make_plan
 from amsp_jax.engine.state import TrainState, abstract_state, true_state
 from amsp_jax.engine.train_step import StepMetrics, StepSettings, make_train_step
 from amsp_jax.errors import UserError
@@ -34,8 +33,8 @@ from amsp_jax.run.data import Dataset, Datasets, Source, global_batch, open_data
 from amsp_jax.runtime.launch import Layout, from_process_0, process_0_first
 from amsp_jax.strategy import DataRanks, parse
 
-TrainStep = Callable[[TrainState, Batch, Any], tuple[TrainState, StepMetrics]]
-"""`(state, batch, seed) -> (state, metrics)`."""
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
+"""`(state, batch) -> (state, metrics)`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ class Job:
     @property
     def batch_line(self) -> str:
         """How a step's batch is cut up, groups of microbatches included."""
-        group = self.settings.group
+        group = self.settings.microbatch_group
         return f"batch: {self.batch}" + (f", in groups of {group} microbatches" if group > 1 else "")
 
     @property
@@ -73,10 +72,11 @@ class Job:
                 f"{self.plan.degrees.ranks} shards nothing over nodes; all-reduces are in "
                 f"reduce_dtype={self.config.reduce_dtype}"
             )
-        if self.settings.group > 1 and parallel.tensor * parallel.context > 1:
+        if self.settings.microbatch_group > 1 and parallel.tensor * parallel.context > 1:
             lines.append(
-                f"microbatch_group={self.settings.group} with tensor={parallel.tensor}, context={parallel.context}: "
-                "fewer gathers and reductions, but XLA runs none of them beside loops with collectives of their own"
+                f"microbatch_group={self.settings.microbatch_group} with tensor={parallel.tensor}, "
+                f"context={parallel.context}: fewer gathers and reductions, but XLA runs none of them beside loops "
+                "with collectives of their own"
             )
         return tuple(lines)
 
@@ -113,7 +113,14 @@ def prepare(
       UserError: the strategy, what the model is cut into, the batch, the memory, the optimizer or the data do not fit.
     """
     parallel, ranks = parallel_of(config), ranks_of(config, model, layout)
-    plan = plan_model(config.strategy, model, ranks, layout.devices, config.compute_dtype, parallel)
+    plan = make_plan(
+        config.strategy,
+        model,
+        ranks=ranks,
+        devices=layout.devices,
+        compute_dtype=config.compute_dtype,
+        parallel=parallel,
+    )
     batch = batch_of(config, model, layout)
     require_memory(plan, layout.memory_bytes)
     optimizer = optimizer_of(config)
@@ -208,7 +215,7 @@ def batch_of(config: TrainConfig, model: Model, layout: Layout) -> BatchShape:
 
 def check_stages(config: TrainConfig, model: Model, num_microbatches: int) -> None:
     """Raises UserError unless the pipeline's schedule exists for these settings."""
-    schedule.Schedule(config.schedule, config.pipeline, config.virtual_stages, num_microbatches)
+    PipelineSchedule(config.pipeline_schedule, config.pipeline, config.virtual_stages, num_microbatches)
     if config.pipeline > 1:
         assign_blocks(len(model.blocks), config.pipeline, config.virtual_stages)
 
@@ -265,9 +272,9 @@ def step_settings(config: TrainConfig) -> StepSettings:
         remat=Remat(config.remat),
         peel_first=config.peel,
         peel_last=config.peel,
-        schedule=config.schedule,
+        pipeline_schedule=config.pipeline_schedule,
         virtual_stages=config.virtual_stages,
-        group=config.microbatch_group,
+        microbatch_group=config.microbatch_group,
     )
 
 
@@ -277,14 +284,13 @@ def compile_step(job: Job) -> TrainStep:
     Raises:
       UserError: it needs more memory than a device has.
     """
-    step: Any = make_train_step(job.model, job.optimizer, job.plan, job.settings)
+    step: Any = make_train_step(job.plan, job.optimizer, job.settings)
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     batch = {
         name: jax.ShapeDtypeStruct(job.batch.shape, dtype, sharding=job.plan.batch_sharding)
         for name, dtype in dtypes.items()
     }
-    seed = jax.ShapeDtypeStruct((), jnp.uint32)
-    lowered = step.lower(abstract_state(job.model, job.optimizer, job.plan), batch, seed)
+    lowered = step.lower(abstract_state(job.plan, job.optimizer), batch)
     compiled = lowered.compile(compiler_options=compiler_options(job.config, job.model, job.layout))
     if job.layout.platform != "cpu":
         require_compiled_memory(compiled, job.layout.memory_bytes)
@@ -299,15 +305,15 @@ class Wanted(NamedTuple):
     partial: bool
 
 
-def whole_state(model: Model, optimizer: optax.GradientTransformation, plan: Plan) -> Wanted:
+def whole_state(plan: Plan, optimizer: optax.GradientTransformation) -> Wanted:
     """The `TrainState` under this plan, whatever it was saved under."""
-    true = true_state(model, optimizer)
-    return Wanted(abstract_state(model, optimizer, plan), true_shapes(true), partial=False)
+    true = true_state(plan, optimizer)
+    return Wanted(abstract_state(plan, optimizer), true_shapes(true), partial=False)
 
 
-def params_alone(model: Model, plan: Plan) -> Wanted:
+def params_alone(plan: Plan) -> Wanted:
     """`{"params": ...}` of a `TrainState`: needs neither the memory of the optimizer nor the same one."""
-    true = {"params": model.abstract_params()}
+    true = {"params": plan.model.abstract_params()}
     return Wanted({"params": abstract_storage(plan, true["params"])}, true_shapes(true), partial=True)
 
 

@@ -81,7 +81,7 @@ def own_checkpoint(folder: RunFolder, job: Job) -> Saved | None:
     """
     if not folder.is_same_run or not from_process_0(folder.checkpoints.is_dir):
         return None
-    wanted = whole_state(job.model, job.optimizer, job.plan)
+    wanted = whole_state(job.plan, job.optimizer)
     saved = _open(folder.checkpoints, None, wanted, goes_back=job.config.on_damaged == "previous")
     if saved:
         _require_same_data(saved.checkpointer.meta(saved.step).get("data_fingerprint", {}), job)
@@ -102,7 +102,7 @@ def _require_same_data(there: dict[str, str], job: Job) -> None:
 
 def foreign_checkpoint(init_from: str, job: Job) -> Saved:
     """The weights that `init_from` names: of a run folder's newest checkpoint, or of one of them."""
-    path, wanted = Path(init_from).expanduser(), params_alone(job.model, job.plan)
+    path, wanted = Path(init_from).expanduser(), params_alone(job.plan)
     saved: Saved | None = None
     # What cannot even be looked at has no checkpoint either.
     with contextlib.suppress(OSError):
@@ -120,9 +120,9 @@ def foreign_checkpoint(init_from: str, job: Job) -> Saved:
 def fresh(job: Job, weights: Saved | None) -> TrainState:
     """The state of step 0; its parameters are those of `init_from`, if there is one."""
     if weights is None:
-        return init_state(job.model, job.optimizer, job.plan, job.config.seed)
+        return init_state(job.plan, job.optimizer, job.config.seed)
     say(f"the weights are those of {weights}")
-    state = init_state(job.model, job.optimizer, job.plan, job.config.seed)
+    state = init_state(job.plan, job.optimizer, job.config.seed)
     return dataclasses.replace(state, **weights.read())
 
 
@@ -164,7 +164,7 @@ def meta_of(job: Job) -> dict[str, Any]:
     """What a checkpoint says of the run that wrote it."""
     return {
         **identity(job.config),
-        "shapes": true_shapes(true_state(job.model, job.optimizer)),
+        "shapes": true_shapes(true_state(job.plan, job.optimizer)),
         **_rounding(job),
         "steps": job.config.steps,
         "strategy": job.config.strategy,

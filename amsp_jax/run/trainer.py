@@ -233,9 +233,9 @@ class _Running:
     ) -> None:
         self.state, self.number, self._last = state, number, last
         self._job, self._step, self._checkpointer, self._reporter = job, step, checkpointer, reporter
-        self._seed, self._is_first = np.uint32(job.config.seed), True
+        self._is_first = True
         self._validate = _make_validation(job, reporter)
-        self._compare = make_replica_check(job.model, job.optimizer, job.plan)
+        self._compare = make_replica_check(job.plan, job.optimizer)
 
     def advance(self, batches: Prefetcher[dict[str, jax.Array]]) -> None:
         """One step, and what is due after it."""
@@ -244,7 +244,7 @@ class _Running:
         # One whose data do not come is then a step behind the others.
         batch = next(batches)
         own_watch().step(self.number, config.hang_timeout_s)
-        self.state, metrics = self._step(self.state, batch, self._seed)
+        self.state, metrics = self._step(self.state, batch)
         if self._is_first:
             # Before the next batch is asked for: see Prefetcher.
             jax.block_until_ready(metrics)
@@ -294,8 +294,10 @@ class _Running:
         """What is not finite in the batch of a step that was just passed over."""
         own_watch().doing("looking for what is not finite", _VALIDATION_LIMIT_S)
         job = self._job
-        find = make_find_nonfinite(job.model, job.plan, job.settings)
-        return find(self.state.params, job.load_batch(job.datasets.train, step - 1), self._seed, np.int32(step - 1))
+        find = make_find_nonfinite(job.plan, job.settings)
+        return find(
+            self.state.params, job.load_batch(job.datasets.train, step - 1), self.state.seed, np.int32(step - 1)
+        )
 
 
 def _make_validation(job: Job, reporter: Reporter) -> Callable[[int, Params, bool], None]:
@@ -307,7 +309,7 @@ def _make_validation(job: Job, reporter: Reporter) -> Callable[[int, Params, boo
     num_batches = -(-dataset.num_rows // dataset.global_batch)
     if job.config.eval_batches is not None:
         num_batches = min(num_batches, job.config.eval_batches)
-    evaluate = make_eval_step(job.model, job.plan, job.settings)
+    evaluate = make_eval_step(job.plan, job.settings)
 
     def validate(step: int, params: Params, may_stop: bool) -> None:
         if not num_batches:

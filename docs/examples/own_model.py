@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from amsp_jax import DataRanks, Model, Part, StepSettings, init_state, make_plan, make_train_step, reshard
+from amsp_jax import DataRanks, Model, Part, init_state, make_plan, make_train_step, reshard
 
 VOCAB, WIDTH = 256, 64
 MICROBATCHES, ROWS, SEQ = 2, 16, 8
@@ -93,7 +93,7 @@ def make_batch(step):
 
 def plan_for(model, strategy, ranks):
     """Where everything lies; float32 here, to compare strategies to many digits."""
-    return make_plan(strategy, model.abstract_params(), ranks, jax.devices()[: ranks.total], jnp.float32)
+    return make_plan(strategy, model, ranks=ranks, devices=jax.devices()[: ranks.total], compute_dtype=jnp.float32)
 
 
 def train(step_fn, plan, state, steps):
@@ -101,7 +101,7 @@ def train(step_fn, plan, state, steps):
     losses = []
     for step in steps:
         batch = plan.place(make_batch(step))
-        state, metrics = step_fn(state, batch, np.uint32(0))
+        state, metrics = step_fn(state, batch)
         losses.append(float(metrics.loss))
     return state, losses
 
@@ -109,8 +109,8 @@ def train(step_fn, plan, state, steps):
 def run(model, strategy, ranks):
     """Four steps under a strategy: its plan, its compiled step, the state."""
     plan = plan_for(model, strategy, ranks)
-    state = init_state(model, OPTIMIZER, plan, seed=0)
-    step_fn = make_train_step(model, OPTIMIZER, plan, StepSettings())
+    state = init_state(plan, OPTIMIZER, seed=0)
+    step_fn = make_train_step(plan, OPTIMIZER)
     state, losses = train(step_fn, plan, state, range(4))
     report(model, strategy, losses)
     return plan, step_fn, state

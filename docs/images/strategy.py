@@ -11,7 +11,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from amsp_jax import DataRanks, make_plan
+from amsp_jax import DataRanks
+from amsp_jax.engine.plan import plan_parameters
 
 STRATEGY = "params=replica grads=node opt_state=full"
 RANKS = DataRanks(per_node=4, num_nodes=2)
@@ -37,7 +38,7 @@ BELOW_CARDS, NODE_HEIGHT, NODE_GAP = 1.6, CARD_HEIGHT + 2.3, 2.4
 def holdings() -> dict[str, list[set[int]]]:
     """For P, G and OS, the eighths of a leaf that each device holds, device by device."""
     size = RANKS.total
-    plan = make_plan(STRATEGY, {"leaf": jax.ShapeDtypeStruct((size,), jnp.float32)}, RANKS, jax.devices())
+    plan = plan_parameters(STRATEGY, {"leaf": jax.ShapeDtypeStruct((size,), jnp.float32)}, RANKS, jax.devices())
     shardings = {"P": plan.param_shardings, "G": plan.grad_shardings, "OS": plan.opt_shardings}
     held = {}
     for name, tree in shardings.items():

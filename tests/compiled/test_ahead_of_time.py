@@ -30,7 +30,7 @@ MODEL = build_model("llama-tiny", {"num_layers": 2, "hidden": 256, "ffn": 512}, 
 def tiny_plan(target="h100"):
     devices = ahead_of_time.target_devices(target, 2, 2)
     strategy = "params=2x1 grads=2x1 opt_state=2x2"
-    return make_plan(strategy, MODEL.abstract_params(), DataRanks(2, 2), devices)
+    return make_plan(strategy, MODEL, ranks=DataRanks(2, 2), devices=devices)
 
 
 @needs_gpu_compiler
@@ -69,7 +69,7 @@ def test_a_step_compiles_for_four_absent_gpus():
 @compiles_for_gpus
 def test_weight_gradients_are_added_up_inside_their_products():
     """Of the blocks' seven matrices, in the loop over microbatches; small products of one input stay apart."""
-    plan = make_plan("zero1", MODEL.abstract_params(), DataRanks(1, 2), ahead_of_time.target_devices("h100", 2, 1))
+    plan = make_plan("zero1", MODEL, ranks=DataRanks(1, 2), devices=ahead_of_time.target_devices("h100", 2, 1))
     optimizer = make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
     text = ahead_of_time.compile_step(MODEL, optimizer, plan, StepSettings(), (4, 2, 128)).as_text()
     adding = re.findall(r"= \(f32\[[^)]*\) custom-call.*__cublas.*output_to_operand_aliasing", text)
@@ -79,7 +79,7 @@ def test_weight_gradients_are_added_up_inside_their_products():
 @compiles_for_gpus
 def test_a_step_compiles_with_pallas_attention():
     model = build_model("llama-tiny", {"num_layers": 2, "hidden": 256, "num_kv_heads": 2}, attention="pallas")
-    plan = make_plan("zero3", model.abstract_params(), DataRanks(2, 2), ahead_of_time.target_devices("a100", 2, 2))
+    plan = make_plan("zero3", model, ranks=DataRanks(2, 2), devices=ahead_of_time.target_devices("a100", 2, 2))
     optimizer = make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
     text = ahead_of_time.compile_step(model, optimizer, plan, StepSettings(), (1, 4, 128)).as_text()
     kernels = re.findall(r'custom-call\(.*custom_call_target="__gpu\$xla.gpu.triton".*', text)
@@ -104,7 +104,7 @@ def test_thresholds_take_effect_as_options_of_one_compilation():
 
 
 def test_options_are_those_of_a_run_and_the_users_win(monkeypatch):
-    plan = make_plan("zero3", MODEL.abstract_params(), DataRanks(2, 2))
+    plan = make_plan("zero3", MODEL, ranks=DataRanks(2, 2))
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_all_gather_combine_threshold_bytes=7")
     options = ahead_of_time.compiler_options(MODEL, plan, StepSettings())
     assert options["xla_gpu_enable_latency_hiding_scheduler"] == "True"

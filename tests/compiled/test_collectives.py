@@ -40,13 +40,13 @@ ROWS = 8
 
 
 def lowered(plan, accumulation, optimizer="adamw", settings=None):
-    model, optimizer = oracle.model("llama"), oracle.optimizer(optimizer)
-    step = make_train_step(model, optimizer, plan, settings or StepSettings())
+    optimizer = oracle.optimizer(optimizer)
+    step = make_train_step(plan, optimizer, settings or StepSettings())
     shape = (accumulation, ROWS, oracle.SEQ)
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     batch = {k: jax.ShapeDtypeStruct(shape, d, sharding=plan.batch_sharding) for k, d in dtypes.items()}
     with jax.numpy_dtype_promotion("standard"):  # jax's XLA attention promotes bf16 in its backward pass
-        return step.lower(abstract_state(model, optimizer, plan), batch, np.uint32(0))
+        return step.lower(abstract_state(plan, optimizer), batch)
 
 
 def expected(plan, accumulation):
@@ -173,8 +173,8 @@ def test_a_parameter_without_a_gradient_is_not_reduced(monkeypatch):
     def counts(strategy):
         plan = plan_for(strategy, model, DataRanks(4))
         batch = plan.place({"x": np.ones((1, 8, 64), np.float32)})
-        step = make_train_step(model, optimizer, plan, StepSettings())
-        program = step.lower(abstract_state(model, optimizer, plan), batch, np.uint32(0)).compile()
+        step = make_train_step(plan, optimizer)
+        program = step.lower(abstract_state(plan, optimizer), batch).compile()
         return Counter(found.kind for found in hlo.collectives(program.as_text()))
 
     tied = [counts(strategy) for strategy in ("zero2", "zero3")]

@@ -71,7 +71,7 @@ def test_a_group_counts_ranks_of_a_node_and_nodes():
 def test_volume_of_zero_is_that_of_the_paper(strategy, factor):
     """Elements a device sends a step: 2 Psi, ZeRO-3 3 Psi, times (N - 1) / N (arXiv 1910.02054, section 7)."""
     model = build_model("llama-1b", {"num_layers": 2})
-    plan = make_plan(strategy, model.abstract_params(), RANKS)
+    plan = make_plan(strategy, model, ranks=RANKS)
     embed, *_, head = parts_of(plan, model)
     sent = 0.0
     for c, count in step_collectives(

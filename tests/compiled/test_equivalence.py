@@ -25,7 +25,7 @@ from oracle import (
 from amsp_jax.engine.blocks import Remat, num_untied, reduction_window
 from amsp_jax.engine.optimizer import to_true
 from amsp_jax.engine.parallel import ModelParallel
-from amsp_jax.engine.plan import make_plan, plan_model
+from amsp_jax.engine.plan import make_plan
 from amsp_jax.engine.state import abstract_state, init_state, reshard, true_state
 from amsp_jax.engine.train_step import StepSettings, make_eval_step, make_train_step
 from amsp_jax.errors import UserError
@@ -161,10 +161,12 @@ def num_block_calls(strategy, accumulation, num_layers, pipeline=1, **settings):
     model = dataclasses.replace(model, blocks=(dataclasses.replace(block, apply=apply),) * num_layers)
     parallel = ModelParallel(pipeline=pipeline)
     ranks = parallel.data_ranks(num_nodes=2, devices_per_node=4)
-    plan = plan_model(strategy, model, ranks, jax.devices(), jnp.dtype("float32"), parallel)
-    step = make_train_step(model, oracle.optimizer("sgd"), plan, StepSettings(**settings))
+    plan = make_plan(
+        strategy, model, ranks=ranks, devices=jax.devices(), compute_dtype=jnp.dtype("float32"), parallel=parallel
+    )
+    step = make_train_step(plan, oracle.optimizer("sgd"), StepSettings(**settings))
     batch = oracle.split(batches(steps=1)[0], accumulation)
-    step.trace(abstract_state(model, oracle.optimizer("sgd"), plan), batch, 0)
+    step.trace(abstract_state(plan, oracle.optimizer("sgd")), batch)
     return len(calls)
 
 
@@ -172,7 +174,7 @@ def test_oracle_is_plain_jax():
     """The one-device run itself equals jax.grad of the model called by hand."""
     model = oracle.model("llama")
     optimizer = oracle.optimizer("sgd")
-    state = init_state(model, optimizer, plan_for("ddp", model, DataRanks(1)), seed=3)
+    state = init_state(plan_for("ddp", model, DataRanks(1)), optimizer, seed=3)
     params, opt_state = state.params, state.opt_state
 
     def loss(params, batch):
@@ -195,18 +197,18 @@ def test_oracle_is_plain_jax():
 def test_train_step_composes_the_two_halves_and_compiles_once():
     model, optimizer = oracle.model("llama"), oracle.optimizer("adamw")
     plan = plan_for(QUICKSTART, model)
-    state = init_state(model, optimizer, plan, seed=3)
+    state = init_state(plan, optimizer, seed=3)
     shardings = jax.tree.map(lambda x: x.sharding, state)
-    step = make_train_step(model, optimizer, plan, StepSettings())
+    step = make_train_step(plan, optimizer)
     metrics = []
     for batch in batches():
-        state, row = step(state, oracle.placed(plan, batch, 3), np.uint32(0))
+        state, row = step(state, oracle.placed(plan, batch, 3))
         metrics.append(jax.device_get(row))
     assert step._cache_size() == 1
     assert jax.tree.map(lambda x: x.sharding, state) == shardings
     expected_metrics, expected = one_device("llama", "adamw")
     assert_equal_metrics(metrics, expected_metrics)
-    assert_equal_states(jax.device_get(to_true(state, true_state(model, optimizer))), expected, largest=False)
+    assert_equal_states(jax.device_get(to_true(state, true_state(plan, optimizer))), expected, largest=False)
 
 
 def test_microbatches_without_a_valid_token_give_no_nan():
@@ -229,8 +231,8 @@ def test_small_gradients_survive_many_microbatches(group):
     weights = np.full((rows, 8), 2.0**-10, np.float32)
     weights[:2] = 1
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
-    state = init_state(model, oracle.optimizer("sgd"), plan, seed=3)
-    run, alone = Run(model, plan, StepSettings(group=group)), Run(model, plan)
+    state = init_state(plan, oracle.optimizer("sgd"), seed=3)
+    run, alone = Run(model, plan, StepSettings(microbatch_group=group)), Run(model, plan)
     # jax's XLA attention promotes bf16 in its backward pass.
     with jax.numpy_dtype_promotion("standard"):
         _, many = run.grads(state.params, oracle.placed(plan, batch, 65), 0, 0)
@@ -242,43 +244,43 @@ def test_small_gradients_survive_many_microbatches(group):
 @pytest.mark.parametrize("ranks", [DataRanks(2), DataRanks(4, 2)])
 def test_initial_parameters_are_bit_identical_on_every_mesh(ranks):
     model, optimizer = oracle.model("llama"), oracle.optimizer("adamw")
-    true = true_state(model, optimizer)
-    reference = init_state(model, optimizer, plan_for("ddp", model, DataRanks(1)), seed=5)
+    one = plan_for("ddp", model, DataRanks(1))
+    true, reference = true_state(one, optimizer), init_state(one, optimizer, seed=5)
     for strategy in ("ddp", "zero3"):
-        state = init_state(model, optimizer, plan_for(strategy, model, ranks), seed=5)
+        state = init_state(plan_for(strategy, model, ranks), optimizer, seed=5)
         jax.tree.map(np.testing.assert_array_equal, to_true(state.params, true.params), reference.params)
 
 
 def test_reshard_moves_a_live_state_bit_for_bit():
     model, optimizer = oracle.model("llama"), oracle.optimizer("adamw")
     old = plan_for("zero3", model)
-    step = make_train_step(model, optimizer, old, StepSettings())
-    state, _ = step(init_state(model, optimizer, old, seed=3), oracle.placed(old, batches()[0], 1), np.uint32(0))
-    new = make_plan(QUICKSTART, model.abstract_params(), DataRanks(2, 2), jax.devices()[4:], jnp.float32)
+    step = make_train_step(old, optimizer)
+    state, _ = step(init_state(old, optimizer, seed=3), oracle.placed(old, batches()[0], 1))
+    new = make_plan(QUICKSTART, model, ranks=DataRanks(2, 2), devices=jax.devices()[4:], compute_dtype=jnp.float32)
     moved = reshard(state, new)
-    true = true_state(model, optimizer)
+    true = true_state(old, optimizer)
     jax.tree.map(np.testing.assert_array_equal, to_true(moved, true), to_true(state, true))
     assert jax.tree.map(lambda x: x.sharding, moved.params) == new.opt_shardings
     back = reshard(moved, old)
     jax.tree.map(np.testing.assert_array_equal, back, state)
-    make_train_step(model, optimizer, new, StepSettings())(moved, oracle.placed(new, batches()[1], 1), np.uint32(0))
+    make_train_step(new, optimizer)(moved, oracle.placed(new, batches()[1], 1))
 
 
 def test_evaluation_equals_the_training_loss():
     model, optimizer = oracle.model("llama"), oracle.optimizer("adamw")
     plan = plan_for(QUICKSTART, model)
-    state = init_state(model, optimizer, plan, seed=3)
-    sums = make_eval_step(model, plan, StepSettings())(state.params, oracle.placed(plan, batches()[0], 3))
+    state = init_state(plan, optimizer, seed=3)
+    sums = make_eval_step(plan)(state.params, oracle.placed(plan, batches()[0], 3))
     np.testing.assert_allclose(sums.loss / sums.weight, one_device("llama", "adamw")[0][0].loss, rtol=1e-5)
 
 
 @pytest.mark.parametrize("other", ["zero3", QUICKSTART])
 def test_reshard_shares_no_buffer(other):
     model, optimizer = oracle.model("llama"), oracle.optimizer("sgd")
-    state = init_state(model, optimizer, plan_for("zero3", model), seed=3)
+    state = init_state(plan_for("zero3", model), optimizer, seed=3)
     plan = plan_for(other, model)
     moved = reshard(state, plan)
-    make_train_step(model, optimizer, plan, StepSettings())(moved, plan.place(oracle.split(batches()[0], 1)), 0)
+    make_train_step(plan, optimizer)(moved, plan.place(oracle.split(batches()[0], 1)))
     assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state))
 
 
@@ -306,8 +308,8 @@ def test_reshard_keeps_statistics_that_look_like_another_parameter():
     model, optimizer = Model.from_loss(loss, init), optax.adafactor(1e-2)
     old, new = plan_for("zero3", model), plan_for("ddp", model)
     batch = oracle.placed(old, {"weights": np.ones((8, 1), np.float32)}, 1)
-    state, _ = make_train_step(model, optimizer, old, StepSettings())(init_state(model, optimizer, old, 3), batch, 0)
-    true, moved = true_state(model, optimizer), reshard(state, new)
+    state, _ = make_train_step(old, optimizer)(init_state(old, optimizer, 3), batch)
+    true, moved = true_state(new, optimizer), reshard(state, new)
     assert jax.tree.map(jnp.shape, moved.opt_state) == jax.tree.map(jnp.shape, true.opt_state)
     jax.tree.map(np.testing.assert_array_equal, to_true(moved, true), to_true(state, true))
 
@@ -325,9 +327,9 @@ def test_sums_are_in_float32_whatever_a_model_gives(group):
     weights = np.ones((6, 16, 8), np.float32)
     weights[0, 0, 0] = 0
     batch = plan.place({"tokens": np.zeros((6, 16, 8), np.int32), "weights": weights})
-    state = init_state(model, optimizer, plan, seed=0)
-    sums = make_eval_step(model, plan, StepSettings())(state.params, batch)
-    state, metrics = make_train_step(model, optimizer, plan, StepSettings(group=group))(state, batch, np.uint32(0))
+    state = init_state(plan, optimizer, seed=0)
+    sums = make_eval_step(plan)(state.params, batch)
+    state, metrics = make_train_step(plan, optimizer, StepSettings(microbatch_group=group))(state, batch)
     assert (sums.loss, sums.weight) == (767, 767)
     assert (metrics.num_tokens, metrics.loss, metrics.grad_norm) == (767, 1, 1)
 
@@ -350,16 +352,16 @@ def test_a_loss_that_gives_something_else_is_told_what_it_gives(output, told):
     model, optimizer = Model.from_loss(loss, lambda key: {"w": jnp.ones(8)}), optax.sgd(0.1)
     plan = plan_for("zero2", model, DataRanks(per_node=2, num_nodes=1))
     batch = plan.place({"tokens": np.zeros((1, 2, 8), np.int32), "weights": np.ones((1, 2, 8), np.float32)})
-    step = make_train_step(model, optimizer, plan, StepSettings())
+    step = make_train_step(plan, optimizer)
     with pytest.raises(UserError, match=told + " it returns"):
-        step(init_state(model, optimizer, plan, seed=0), batch, np.uint32(0))
+        step(init_state(plan, optimizer, seed=0), batch)
 
 
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
         ({"remat": "bogus"}, "remat='bogus': it must be one of none, projections, full"),
-        ({"group": 2.0}, "group=2.0: it must be a whole number"),
+        ({"microbatch_group": 2.0}, "microbatch_group=2.0: it must be a whole number"),
         ({"virtual_stages": "two"}, "virtual_stages='two'"),
     ],
 )
@@ -372,13 +374,13 @@ def test_rematerialisation_as_text():
     assert StepSettings(remat="full").remat is Remat.FULL
 
 
-@pytest.mark.parametrize("settings", [{"schedule": "bogus"}, {"virtual_stages": 2}])
+@pytest.mark.parametrize("settings", [{"pipeline_schedule": "bogus"}, {"virtual_stages": 2}])
 def test_a_pipelines_settings_are_checked_without_stages(settings):
     model, optimizer = oracle.model("llama"), optax.sgd(0.1)
     plan = plan_for("zero2", model, DataRanks(per_node=2, num_nodes=1))
-    step = make_train_step(model, optimizer, plan, StepSettings(**settings))
-    with pytest.raises(UserError, match="SCHEDULE='bogus'|VIRTUAL_STAGES=2 with PIPELINE=1"):
-        step.lower(abstract_state(model, optimizer, plan), oracle.placed(plan, oracle.batches(steps=1)[0], 1), 0)
+    step = make_train_step(plan, optimizer, StepSettings(**settings))
+    with pytest.raises(UserError, match="PIPELINE_SCHEDULE='bogus'|VIRTUAL_STAGES=2 with PIPELINE=1"):
+        step.lower(abstract_state(plan, optimizer), oracle.placed(plan, oracle.batches(steps=1)[0], 1))
 
 
 @pytest.mark.parametrize("shapes", [{"tokens": (2, 4), "weights": (1, 4)}, {"tokens": (0, 4), "weights": (0, 4)}, {}])
@@ -389,6 +391,6 @@ def test_arrays_of_a_batch_have_as_many_microbatches(shapes):
     model, optimizer = Model.from_loss(loss, lambda key: {"w": jnp.ones(8)}), optax.sgd(0.1)
     plan = plan_for("zero2", model, DataRanks(per_node=2, num_nodes=1))
     batch = {name: jax.ShapeDtypeStruct((*shape, 8), jnp.float32) for name, shape in shapes.items()}
-    step = make_train_step(model, optimizer, plan, StepSettings())
+    step = make_train_step(plan, optimizer)
     with pytest.raises(UserError, match="a batch of .*equal numbers of both"):
-        step.lower(abstract_state(model, optimizer, plan), batch, 0)
+        step.lower(abstract_state(plan, optimizer), batch)

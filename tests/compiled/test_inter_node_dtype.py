@@ -20,7 +20,7 @@ from amsp_jax.engine.blocks import Remat, reduction_window
 from amsp_jax.engine.collectives import Reduction
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.parallel import ModelParallel
-from amsp_jax.engine.plan import make_plan, plan_model
+from amsp_jax.engine.plan import make_plan
 from amsp_jax.engine.train_step import StepSettings, make_grad_fn
 from amsp_jax.errors import UserError
 from amsp_jax.models.registry import build_model
@@ -89,7 +89,7 @@ def trained_in_bf16(plan, settings, accumulation):
     """Two steps of SGD in which bf16 is bf16: XLA would not round what is float32 before and after."""
     run = Run(oracle.model("llama"), plan, settings)
     options = {"xla_allow_excess_precision": False}
-    run.grads = jax.jit(make_grad_fn(run.model, plan, settings), compiler_options=options)
+    run.grads = jax.jit(make_grad_fn(plan, settings), compiler_options=options)
     with jax.numpy_dtype_promotion("standard"):  # jax's XLA attention promotes bf16 in its backward pass
         return run.train(oracle.optimizer("sgd"), batches(rows=16, steps=2), accumulation)
 
@@ -97,7 +97,14 @@ def trained_in_bf16(plan, settings, accumulation):
 def test_a_pipeline_of_two_stages_on_two_nodes_each():
     model = parallel_rows.model("llama", False, 4)
     parallel = ModelParallel(pipeline=2)
-    plan = plan_model("zero1", model, parallel.data_ranks(4, 2), jax.devices(), jnp.float32, parallel)
+    plan = make_plan(
+        "zero1",
+        model,
+        ranks=parallel.data_ranks(4, 2),
+        devices=jax.devices(),
+        compute_dtype=jnp.float32,
+        parallel=parallel,
+    )
     assert plan.degrees.ranks == TWO_BY_TWO
     data = parallel_rows.batches()[0]
     found, expected = (gradients(plan, settings, 2, model, data) for settings in (NARROW, StepSettings()))
@@ -148,7 +155,7 @@ def test_exchanges_are_asynchronous_on_absent_gpus_and_as_planned():
     """Two nodes of two. XLA starts them as late as it may; what a barrier holds back runs beside products."""
     num_layers = 10
     model = build_model("llama-7b", {"num_layers": num_layers}, attention="cudnn")
-    plan = make_plan(QUICKSTART, model.abstract_params(), TWO_BY_TWO, ahead_of_time.target_devices("h100", 2, 2))
+    plan = make_plan(QUICKSTART, model, ranks=TWO_BY_TWO, devices=ahead_of_time.target_devices("h100", 2, 2))
     optimizer = make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
     program = ahead_of_time.compile_step(model, optimizer, plan, NARROW, (1, 2 * 4, 4096))
     spans = [span for span in hlo.analyse(program.as_text()) if span.kind == EXCHANGE]

@@ -120,7 +120,7 @@ def test_a_layout_trains_with_chunks_as_one_device_does_without(name):
     row = LAYOUTS[name]
     assert row.is_feasible
     model = parallel_rows.model(row.model, row.tied, row.num_layers)
-    settings = StepSettings(schedule=row.schedule[0] or "1f1b", virtual_stages=row.schedule[1])
+    settings = StepSettings(pipeline_schedule=row.schedule[0] or "1f1b", virtual_stages=row.schedule[1])
     own = parallel_rows.model(row.model, row.tied, row.num_layers, loss_chunks=3)
     plan = parallel_rows.plan_of(row)
     parallel_rows.check_layout(own, plan, row.microbatches, settings, ("sgd",), like=model)

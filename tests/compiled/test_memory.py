@@ -30,11 +30,11 @@ STRATEGIES = [*PRESETS, QUICKSTART, THREE_DEGREES, NODES_FIRST]
 
 
 def arguments(model, plan, optimizer):
-    """The abstract arguments of a step, but for the seed, which it drops: these models do not use it."""
+    """The abstract arguments of a step."""
     shape = (ACCUMULATION, oracle.ROWS // ACCUMULATION, oracle.SEQ)
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     batch = {k: jax.ShapeDtypeStruct(shape, d, sharding=plan.batch_sharding) for k, d in dtypes.items()}
-    return abstract_state(model, optimizer, plan), batch
+    return abstract_state(plan, optimizer), batch
 
 
 def predicted_argument_bytes(model, strategy, optimizer, num_rows):
@@ -80,7 +80,7 @@ def trace(remat, rows):
 
 
 def estimate(strategy, remat=Remat.PROJECTIONS, rows=2, accumulation=4, **settings):
-    plan = make_plan(strategy, distinct().model.abstract_params(), RANKS)
+    plan = make_plan(strategy, distinct().model, ranks=RANKS)
     settings = StepSettings(remat=remat, **settings)
     return memory.estimate(distinct(), plan, trace(remat, rows), oracle.optimizer("adamw"), settings, accumulation)
 
@@ -134,7 +134,7 @@ def test_operands_do_not_wait_where_gradients_are_made_at_once(monkeypatch):
 
 
 def test_an_update_reads_and_writes_the_os_shard():
-    plan = make_plan("zero3", distinct().model.abstract_params(), RANKS)
+    plan = make_plan("zero3", distinct().model, ranks=RANKS)
     # The gradient twice, master and two moments read and written: 4 x (2 + 2 + 4) bytes a value; counters aside.
     values = sketch_num_params() // RANKS.total
     moved = compute.update_bytes(distinct(), plan, oracle.optimizer("adamw"))
@@ -150,7 +150,7 @@ def predicted_and_compiled_bytes(num_chunks):
     model = build_model("llama-7b", overrides, attention="cudnn")
     settings, optimizer = StepSettings(reduce_dtype=jnp.bfloat16), oracle.optimizer("adamw")
     own = DistinctBlocks.of(model)
-    plans = [make_plan("zero3", m.abstract_params(), DataRanks(4, 1), ahead_of_time.target_devices("h200", 1, 4))
+    plans = [make_plan("zero3", m, ranks=DataRanks(4, 1), devices=ahead_of_time.target_devices("h200", 1, 4))
              for m in (own.model, model)]  # fmt: skip
     whole = trace_model(own, 4, 4096, settings.remat, jnp.bfloat16)
     predicted = memory.estimate(own, plans[0], whole, optimizer, settings, accumulation=1)

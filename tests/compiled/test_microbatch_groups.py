@@ -24,7 +24,7 @@ from amsp_jax.compile.hlo.text import parse
 from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.parallel import ModelParallel
-from amsp_jax.engine.plan import make_plan, plan_model
+from amsp_jax.engine.plan import make_plan
 from amsp_jax.engine.train_step import StepSettings, make_grad_fn
 from amsp_jax.errors import UserError
 from amsp_jax.model import Model, Part
@@ -51,30 +51,37 @@ def check(strategy, settings, model_name="llama", optimizers=("sgd",)):
 
 @pytest.mark.parametrize(("strategy", "group"), QUICK)
 def test_groups_train_as_one_device(strategy, group):
-    check(strategy, StepSettings(group=group))
+    check(strategy, StepSettings(microbatch_group=group))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_groups_of_every_strategy_train_as_one_device(strategy, group):
-    check(strategy, StepSettings(group=group), optimizers=("sgd", "adamw"))
+    check(strategy, StepSettings(microbatch_group=group), optimizers=("sgd", "adamw"))
 
 
 @pytest.mark.parametrize(("remat", "peel"), [(Remat.NONE, False), (Remat.FULL, True)])
 def test_settings_change_no_number(remat, peel):
-    check(NODES_FIRST, StepSettings(group=2, remat=remat, peel_first=peel, peel_last=peel))
+    check(NODES_FIRST, StepSettings(microbatch_group=2, remat=remat, peel_first=peel, peel_last=peel))
 
 
 @pytest.mark.slow
 def test_gpt():
-    check("zero3", StepSettings(group=3), model_name="gpt")
+    check("zero3", StepSettings(microbatch_group=3), model_name="gpt")
 
 
 def test_beside_tensor_and_context_ranks():
     model, parallel = parallel_rows.model("llama", True, 2), ModelParallel(tensor=2, context=2)
-    plan = plan_model("zero3", model, parallel.data_ranks(1, 8), jax.devices(), jnp.float32, parallel)
-    parallel_rows.check_layout(model, plan, 4, StepSettings(group=2), ("sgd",))
+    plan = make_plan(
+        "zero3",
+        model,
+        ranks=parallel.data_ranks(1, 8),
+        devices=jax.devices(),
+        compute_dtype=jnp.float32,
+        parallel=parallel,
+    )
+    parallel_rows.check_layout(model, plan, 4, StepSettings(microbatch_group=2), ("sgd",))
 
 
 def gradients(model, settings):
@@ -96,7 +103,7 @@ def test_a_model_without_blocks_and_with_randomness_and_aux():
         return (jnp.sum(batch["weights"] * noise * rows), jnp.sum(batch["weights"])), {"rows": jnp.float32(len(rng))}
 
     model = Model.from_loss(loss, init)
-    (sums, grads), (expected_sums, expected) = (gradients(model, StepSettings(group=g)) for g in (3, 1))
+    (sums, grads), (expected_sums, expected) = (gradients(model, StepSettings(microbatch_group=g)) for g in (3, 1))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), sums, expected_sums)
     assert sums.aux["rows"] == oracle.ROWS and difference(grads, expected) < 1e-6
 
@@ -131,14 +138,14 @@ def with_dropout_and_positions():
 @pytest.mark.parametrize("remat", [Remat.NONE, pytest.param(Remat.FULL, marks=pytest.mark.slow), Remat.PROJECTIONS])
 def test_what_flows_between_blocks_may_be_no_number(remat):
     model = with_dropout_and_positions()
-    settings = [StepSettings(group=group, remat=remat) for group in (3, 1)]
+    settings = [StepSettings(microbatch_group=group, remat=remat) for group in (3, 1)]
     (sums, grads), (expected_sums, expected) = (gradients(model, each) for each in settings)
     np.testing.assert_allclose(sums.loss, expected_sums.loss, rtol=1e-6)
     assert difference(grads, expected) < 1e-6
 
 
 def test_gradients_narrower_between_nodes():
-    settings = [StepSettings(group=g, inter_node_dtype=d) for g, d in ((3, "bfloat16"), (3, None))]
+    settings = [StepSettings(microbatch_group=g, inter_node_dtype=d) for g, d in ((3, "bfloat16"), (3, None))]
     (_, found), (_, expected) = (gradients(oracle.model("llama"), each) for each in settings)
     assert 0 < difference(found, expected) < 2.0**-8
 
@@ -155,9 +162,16 @@ def test_gradients_narrower_between_nodes():
 def test_what_is_no_group(group, microbatches, stages, message):
     parallel = ModelParallel(pipeline=stages)
     model = oracle.model("llama")
-    plan = plan_model("zero1", model, parallel.data_ranks(1, 4), jax.devices()[:4], jnp.float32, parallel)
+    plan = make_plan(
+        "zero1",
+        model,
+        ranks=parallel.data_ranks(1, 4),
+        devices=jax.devices()[:4],
+        compute_dtype=jnp.float32,
+        parallel=parallel,
+    )
     rows = microbatches * plan.degrees.ranks.total
-    grads = make_grad_fn(model, plan, StepSettings(group=group))
+    grads = make_grad_fn(plan, StepSettings(microbatch_group=group))
     batch = oracle.placed(plan, batches(rows=rows, steps=1)[0], microbatches)
     with pytest.raises(UserError, match=message):
         grads(oracle.initial_state(model, oracle.optimizer("sgd"), plan).params, batch, 0, 0)
@@ -168,7 +182,7 @@ def test_what_is_no_group(group, microbatches, stages, message):
 
 def compile_for_h100(strategy, settings, num_layers, num_microbatches):
     model = build_model("llama-7b", {"num_layers": num_layers}, attention="cudnn")
-    plan = make_plan(strategy, model.abstract_params(), TWO_BY_TWO, ahead_of_time.target_devices("h100", 2, 2))
+    plan = make_plan(strategy, model, ranks=TWO_BY_TWO, devices=ahead_of_time.target_devices("h100", 2, 2))
     optimizer = make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
     return ahead_of_time.compile_step(model, optimizer, plan, settings, (num_microbatches, 4, 4096))
 
@@ -185,7 +199,7 @@ def products(program):
 def test_collectives_run_beside_the_products_of_a_group():
     """One group of four: once a step each block is gathered beside the one before, reduced beside the one after."""
     num_layers = 5
-    program = compile_for_h100(QUICKSTART, StepSettings(group=4), num_layers, 4)
+    program = compile_for_h100(QUICKSTART, StepSettings(microbatch_group=4), num_layers, 4)
     text = program.as_text()
     spans = [span for span in hlo.analyse(text) if span.num_bytes > SMALL_BYTES]
     gathers, reductions = (

@@ -14,7 +14,7 @@ from oracle import batches, plan_for
 from amsp_jax.engine.nonfinite import NonFinite, make_find_nonfinite
 from amsp_jax.engine.optimizer import OPTIMIZERS, make_optimizer, num_updates, to_storage, to_true
 from amsp_jax.engine.state import abstract_state, init_state, true_state
-from amsp_jax.engine.train_step import LossSums, StepSettings, make_grad_fn, make_train_step, make_update_fn, mean_scale
+from amsp_jax.engine.train_step import LossSums, make_grad_fn, make_train_step, make_update_fn, mean_scale
 from amsp_jax.model import Model, Part
 from amsp_jax.strategy import DataRanks
 
@@ -43,7 +43,7 @@ def gradient(strategy, accumulation):
     """Compiled once for all optimizers."""
     model = oracle.model("llama", 1)
     plan = plan_for(strategy, model)
-    compiled = jax.jit(make_grad_fn(model, plan, StepSettings()))
+    compiled = jax.jit(make_grad_fn(plan))
     return lambda state, batch: compiled(state.params, oracle.placed(plan, batch, accumulation), SEED, state.step)
 
 
@@ -54,7 +54,7 @@ def updating(strategy, optimizer_name):
     plan = plan_for(strategy, model)
     state = oracle.initial_state(model, optimizer, plan)
     shardings = jax.tree.map(lambda x: x.sharding, state)
-    return state, jax.jit(make_update_fn(model, optimizer, plan), out_shardings=(shardings, plan.replicated))
+    return state, jax.jit(make_update_fn(plan, optimizer), out_shardings=(shardings, plan.replicated))
 
 
 def setting(strategy, accumulation, optimizer_name):
@@ -80,10 +80,10 @@ def test_a_bad_batch_leaves_no_trace(strategy, optimizer, accumulation):
 def test_a_bad_batch_leaves_no_trace_in_a_donated_state():
     model, optimizer = oracle.model("llama", 1), oracle.optimizer("adamw")
     plan = plan_for("zero1", model)
-    compiled = make_train_step(model, optimizer, plan, StepSettings())
+    compiled = make_train_step(plan, optimizer)
 
     def step(state, batch):
-        return compiled(jax.tree.map(jnp.copy, state), oracle.placed(plan, batch, 3), SEED)
+        return compiled(jax.tree.map(jnp.copy, state), oracle.placed(plan, batch, 3))
 
     check_no_trace(step, step(oracle.initial_state(model, optimizer, plan), batches()[0])[0])
     assert compiled._cache_size() == 1
@@ -111,7 +111,7 @@ def test_a_finite_step_is_the_plain_update_bit_for_bit(strategy, optimizer):
     model, optimizer = oracle.model("llama", 1), oracle.optimizer(optimizer)
     plan = plan_for(strategy, model)
     state = oracle.initial_state(model, optimizer, plan)
-    true, stored = true_state(model, optimizer), abstract_state(model, optimizer, plan)
+    true, stored = true_state(plan, optimizer), abstract_state(plan, optimizer)
 
     def plain(state, grads, sums):
         grads = jax.tree.map(lambda g: g * mean_scale(sums.weight), to_true(grads, true.params))
@@ -124,7 +124,7 @@ def test_a_finite_step_is_the_plain_update_bit_for_bit(strategy, optimizer):
     shardings = jax.tree.map(lambda x: x.sharding, state)
     plain = jax.jit(plain, out_shardings=(shardings.params, shardings.opt_state), compiler_options=EMITTERS)
     ours = jax.jit(
-        make_update_fn(model, optimizer, plan), out_shardings=(shardings, plan.replicated), compiler_options=EMITTERS
+        make_update_fn(plan, optimizer), out_shardings=(shardings, plan.replicated), compiler_options=EMITTERS
     )
     for batch in batches(steps=2):
         sums, grads = gradient(strategy, 1)(state, batch)
@@ -138,7 +138,7 @@ def update_alone():
     model, optimizer = oracle.model("llama", 1), oracle.optimizer("adamw")
     plan = plan_for("zero3", model)
     state = oracle.initial_state(model, optimizer, plan)
-    return jax.jit(make_update_fn(model, optimizer, plan)), state
+    return jax.jit(make_update_fn(plan, optimizer)), state
 
 
 @pytest.mark.parametrize(
@@ -190,9 +190,9 @@ def test_the_select_copies_no_state(strategy):
     """Every leaf of the state is donated to its successor: a select on a copy would need the bytes twice."""
     model, optimizer = oracle.model("llama", 1), oracle.optimizer("adamw")
     plan = plan_for(strategy, model)
-    state = abstract_state(model, optimizer, plan)
+    state = abstract_state(plan, optimizer)
     batch = oracle.placed(plan, batches()[0], 1)
-    compiled = make_train_step(model, optimizer, plan, StepSettings()).lower(state, batch, SEED).compile()
+    compiled = make_train_step(plan, optimizer).lower(state, batch).compile()
     shards = [x.dtype.itemsize * np.prod(x.sharding.shard_shape(x.shape), dtype=int) for x in jax.tree.leaves(state)]
     assert compiled.memory_analysis().alias_size_in_bytes == sum(shards)
     assert " conditional(" not in compiled.as_text()
@@ -218,8 +218,8 @@ def squares(broken=""):
 def test_leaves_of_a_model_without_blocks_are_named(strategy):
     model = squares()
     plan = plan_for(strategy, model, DataRanks(4, 2))
-    state = init_state(model, oracle.optimizer("sgd"), plan, seed=0)
-    find = make_find_nonfinite(model, plan, StepSettings())
+    state = init_state(plan, oracle.optimizer("sgd"), seed=0)
+    find = make_find_nonfinite(plan)
     good, large = ({"x": np.full((2, 8, 1), x, np.float32)} for x in (1.0, 1e12))
     found = find(state.params, plan.place(good), SEED, 0)
     assert found == NonFinite(loss=False, params=(), grads=(), num_leaves=2)
@@ -227,7 +227,7 @@ def test_leaves_of_a_model_without_blocks_are_named(strategy):
     found = find(state.params, plan.place(large), SEED, 0)
     assert (found.loss, found.grads) == (False, ("w",))
     assert str(found) == "not finite: the gradients of w"
-    broken = init_state(squares("v"), oracle.optimizer("sgd"), plan, seed=0)
+    broken = init_state(plan_for(strategy, squares("v"), DataRanks(4, 2)), oracle.optimizer("sgd"), seed=0)
     found = find(broken.params, plan.place(good), SEED, 0)
     assert (found.loss, found.params, found.grads) == (True, ("v",), ("v", "w"))
 
@@ -237,7 +237,7 @@ def test_leaves_are_named_from_the_head_to_the_embedding(strategy):
     model = oracle.model("llama", 2)
     plan = plan_for(strategy, model)
     params = oracle.initial_state(model, oracle.optimizer("sgd"), plan).params
-    find = make_find_nonfinite(model, plan, StepSettings())
+    find = make_find_nonfinite(plan)
     batch = oracle.placed(plan, batches()[0], 3)
     assert not find(params, batch, SEED, 0).grads
     found = find(params, oracle.placed(plan, poisoned(batches()[0]), 3), SEED, 0)
@@ -269,6 +269,6 @@ def with_a_root(num_blocks, broken):
 def test_no_leaf_is_named_for_another_of_its_block(strategy):
     model = with_a_root(num_blocks=8, broken=6)
     plan = plan_for(strategy, model)
-    params = init_state(model, oracle.optimizer("sgd"), plan, seed=0).params
-    found = make_find_nonfinite(model, plan, StepSettings())(params, oracle.placed(plan, batches()[0], 1), SEED, 0)
+    params = init_state(plan, oracle.optimizer("sgd"), seed=0).params
+    found = make_find_nonfinite(plan)(params, oracle.placed(plan, batches()[0], 1), SEED, 0)
     assert (found.loss, found.params, found.grads) == (False, (), ("blocks.6.root",))

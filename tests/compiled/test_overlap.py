@@ -25,7 +25,7 @@ class Schedule(NamedTuple):
 
 def compile_for_4_h100(strategy, num_layers, num_microbatches, num_rows=2):
     model = build_model("llama-7b", {"num_layers": num_layers}, attention="cudnn")
-    plan = make_plan(strategy, model.abstract_params(), DataRanks(4, 1), ahead_of_time.target_devices("h100", 1, 4))
+    plan = make_plan(strategy, model, ranks=DataRanks(4, 1), devices=ahead_of_time.target_devices("h100", 1, 4))
     optimizer = make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
     compiled = ahead_of_time.compile_step(
         model, optimizer, plan, StepSettings(), (num_microbatches, num_rows * 4, 4096)

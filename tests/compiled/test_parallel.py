@@ -17,7 +17,7 @@ import pytest
 from parallel_table import FACTORS, table
 
 from amsp_jax.engine.parallel import ModelParallel
-from amsp_jax.engine.plan import plan_model
+from amsp_jax.engine.plan import make_plan
 from amsp_jax.engine.train_step import StepSettings, make_eval_step, make_logits_step
 
 QUICK = [number for number, row in enumerate(table()) if row.num_devices == 8][:2]
@@ -92,7 +92,14 @@ SIXTEEN = test_sixteen_devices_train_as_one.__name__
 
 def plan_of(model, strategy, num_devices=8, **parallel):
     cut = ModelParallel(**parallel)
-    return plan_model(strategy, model, cut.data_ranks(1, num_devices), jax.devices()[:num_devices], jnp.float32, cut)
+    return make_plan(
+        strategy,
+        model,
+        ranks=cut.data_ranks(1, num_devices),
+        devices=jax.devices()[:num_devices],
+        compute_dtype=jnp.float32,
+        parallel=cut,
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,8 +131,8 @@ def test_evaluation_and_logits_are_those_of_one_device(name, parallel):
     for each, microbatches in ((plan, 3), (one, 1)):
         params = oracle.initial_state(model, oracle.optimizer("sgd"), each).params
         placed = oracle.placed(each, batch, microbatches)
-        sums = make_eval_step(model, each, StepSettings())(params, placed)
-        logits = np.asarray(make_logits_step(model, each, StepSettings())(params, placed))
+        sums = make_eval_step(each)(params, placed)
+        logits = np.asarray(make_logits_step(each)(params, placed))
         results.append((float(sums.loss), float(sums.weight), logits.reshape(-1, *logits.shape[2:])))
     (loss, weight, logits), (one_loss, one_weight, one_logits) = results
     assert weight == one_weight and logits.shape == one_logits.shape

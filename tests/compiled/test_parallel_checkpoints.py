@@ -12,7 +12,7 @@ import pytest
 
 from amsp_jax.engine.optimizer import to_true
 from amsp_jax.engine.parallel import ModelParallel
-from amsp_jax.engine.plan import plan_model
+from amsp_jax.engine.plan import make_plan
 from amsp_jax.engine.state import abstract_state, init_state, reshard, true_state
 from amsp_jax.run.checkpoint import Checkpointer
 from amsp_jax.run.job import true_shapes, whole_state
@@ -44,7 +44,14 @@ def optimizer():
 def plan(name):
     strategy, nodes, per_node, parallel = LAYOUTS[name]
     cut, devices = ModelParallel(**parallel), jax.devices()[: nodes * per_node]
-    return plan_model(strategy, model(), cut.data_ranks(nodes, per_node), devices, jnp.float32, cut)
+    return make_plan(
+        strategy,
+        model(),
+        ranks=cut.data_ranks(nodes, per_node),
+        devices=devices,
+        compute_dtype=jnp.float32,
+        parallel=cut,
+    )
 
 
 @functools.cache
@@ -52,12 +59,12 @@ def true_values():
     """A state in which every value is another one."""
     rng = np.random.default_rng(0)
     draw = lambda x: rng.normal(size=x.shape).astype(x.dtype) if x.shape else x.dtype.type(7)  # noqa: E731
-    return jax.tree.map(draw, true_state(model(), optimizer()))
+    return jax.tree.map(draw, true_state(plan(next(iter(LAYOUTS))), optimizer()))
 
 
 @functools.cache
 def stored(name):
-    return oracle.stored(true_values(), abstract_state(model(), optimizer(), plan(name)))
+    return oracle.stored(true_values(), abstract_state(plan(name), optimizer()))
 
 
 def assert_same(state, name):
@@ -75,7 +82,7 @@ def saved(tmp_path_factory):
     def save(name):
         folder = tmp_path_factory.mktemp("saved")
         checkpointer = Checkpointer(folder, keep=1)
-        checkpointer.save(3, stored(name), {"shapes": true_shapes(true_state(model(), optimizer()))})
+        checkpointer.save(3, stored(name), {"shapes": true_shapes(true_state(plan(next(iter(LAYOUTS))), optimizer()))})
         checkpointer.close()
         return folder
 
@@ -85,7 +92,7 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize(("old", "new"), PAIRS)
 def test_a_checkpoint_is_restored_under_another_layout(saved, old, new):
     checkpointer = Checkpointer(saved(old), keep=None)
-    assert_same(checkpointer.restore(3, *whole_state(model(), optimizer(), plan(new))), new)
+    assert_same(checkpointer.restore(3, *whole_state(plan(new), optimizer())), new)
     checkpointer.close()
 
 
@@ -98,8 +105,8 @@ def test_a_live_state_moves(old, new):
     "name", [pytest.param(name, marks=[] if " p" in name else pytest.mark.slow) for name in LAYOUTS]
 )
 def test_initial_states_are_bit_identical(name):
-    true = true_state(model(), optimizer())
-    state = to_true(init_state(model(), optimizer(), plan(name), seed=3), true)
+    true = true_state(plan(next(iter(LAYOUTS))), optimizer())
+    state = to_true(init_state(plan(name), optimizer(), seed=3), true)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), oracle.initial(model(), optimizer()))
 
 

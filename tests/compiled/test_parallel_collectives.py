@@ -10,7 +10,7 @@ import pytest
 from amsp_jax.compile import hlo
 from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.parallel import STAGE, TENSOR, ModelParallel
-from amsp_jax.engine.plan import plan_model
+from amsp_jax.engine.plan import make_plan
 from amsp_jax.engine.state import abstract_state
 from amsp_jax.engine.train_step import StepSettings, make_train_step
 
@@ -21,13 +21,15 @@ HIDDEN = parallel_rows.SIZES["hidden"]
 def compiled(strategy, num_layers, microbatches, **parallel):
     """(plan, the collectives of arrays) of a step on eight devices without rematerialisation."""
     model, cut = parallel_rows.model("llama", False, num_layers), ModelParallel(**parallel)
-    plan = plan_model(strategy, model, cut.data_ranks(1, 8), jax.devices()[:8], jnp.float32, cut)
+    plan = make_plan(
+        strategy, model, ranks=cut.data_ranks(1, 8), devices=jax.devices()[:8], compute_dtype=jnp.float32, parallel=cut
+    )
     optimizer = oracle.optimizer("sgd")
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     shape = (microbatches, ROWS, SEQ)
     batch = {name: jax.ShapeDtypeStruct(shape, d, sharding=plan.batch_sharding) for name, d in dtypes.items()}
-    step = make_train_step(model, optimizer, plan, StepSettings(remat=Remat.NONE))
-    text = step.lower(abstract_state(model, optimizer, plan), batch, np.uint32(0)).compile().as_text()
+    step = make_train_step(plan, optimizer, StepSettings(remat=Remat.NONE))
+    text = step.lower(abstract_state(plan, optimizer), batch).compile().as_text()
     return plan, [c for c in hlo.collectives(text) if not c.is_scalar]
 
 

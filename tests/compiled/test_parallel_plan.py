@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh
 
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.parallel import ModelParallel
-from amsp_jax.engine.pipeline.schedule import Schedule, assign_blocks
-from amsp_jax.engine.plan import Plan, make_plan, plan_model
+from amsp_jax.engine.pipeline.schedule import PipelineSchedule, assign_blocks
+from amsp_jax.engine.plan import Plan, make_plan
 from amsp_jax.engine.state import abstract_state
 from amsp_jax.errors import UserError
 from amsp_jax.model import Model, Part
@@ -24,7 +24,7 @@ ODD = {"num_layers": 5, "hidden": 60, "ffn": 22, "num_heads": 6, "num_kv_heads":
 
 def plan(model: Model, strategy: str, nodes: int, per_node: int, **parallel: int) -> Plan:
     cut = ModelParallel(**parallel)
-    return plan_model(strategy, model, cut.data_ranks(nodes, per_node), None, jnp.bfloat16, cut)
+    return make_plan(strategy, model, ranks=cut.data_ranks(nodes, per_node), compute_dtype=jnp.bfloat16, parallel=cut)
 
 
 def shard_bytes(tree) -> int:
@@ -51,7 +51,7 @@ def test_bytes_of_the_state_are_those_of_its_shards(name, overrides, strategy, n
     model = build_model(name, overrides)
     planned = plan(model, strategy, nodes, per_node, **parallel)
     assert isinstance(planned.mesh, AbstractMesh) and planned.mesh.size == nodes * per_node
-    state = abstract_state(model, make_optimizer("adamw", 1e-3, clip_norm=1.0), planned)
+    state = abstract_state(planned, make_optimizer("adamw", 1e-3, clip_norm=1.0))
     bytes_ = planned.bytes_per_device()
     assert (bytes_.master, bytes_.moments) == (shard_bytes(state.params), shard_bytes(state.opt_state))
 
@@ -173,7 +173,7 @@ def test_a_part_without_splits_names_the_model():
 
 
 def test_without_splits_stages_are_no_error():
-    assert make_plan("zero1", TINY.abstract_params(), DataRanks(4), parallel=ModelParallel(pipeline=2)).mesh.size == 8
+    assert make_plan("zero1", TINY, ranks=DataRanks(4), parallel=ModelParallel(pipeline=2)).mesh.size == 8
 
 
 @pytest.mark.parametrize(
@@ -182,12 +182,12 @@ def test_without_splits_stages_are_no_error():
         (("1f1b", 4, 1, 3), "3 microbatches in a step are fewer than the PIPELINE=4 stages.*set PIPELINE=3, or"),
         (("1f1b", 4, 2, 6), "groups of PIPELINE=4, and 6 is no multiple.* 4 or 8 microbatches, or VIRTUAL_STAGES=1"),
         (("gpipe", 1, 2, 6), "VIRTUAL_STAGES=2 with PIPELINE=1"),
-        (("zb", 2, 1, 2), "SCHEDULE='zb': it must be one of gpipe, 1f1b"),
+        (("zb", 2, 1, 2), "PIPELINE_SCHEDULE='zb': it must be one of gpipe, 1f1b"),
     ],
 )
 def test_schedules_that_do_not_exist(schedule, message):
     with pytest.raises(UserError, match=message):
-        Schedule(*schedule)
+        PipelineSchedule(*schedule)
 
 
 def test_more_virtual_stages_than_blocks():

@@ -19,8 +19,8 @@ from amsp_jax.engine.collectives import Reduction
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.parallel import STAGE, ModelParallel
 from amsp_jax.engine.pipeline import make_pipeline
-from amsp_jax.engine.pipeline.schedule import Schedule
-from amsp_jax.engine.plan import LeafPlan, pad, path_name, plan_model
+from amsp_jax.engine.pipeline.schedule import PipelineSchedule
+from amsp_jax.engine.plan import LeafPlan, make_plan, pad, path_name
 from amsp_jax.engine.train_step import StepSettings
 from amsp_jax.errors import UserError
 from amsp_jax.model import Model, Part
@@ -162,7 +162,7 @@ def stored(leaves, params):
 class Case:
     """A pipeline on a mesh, as a jitted function of (params, data)."""
 
-    schedule: Schedule
+    schedule: PipelineSchedule
     num_blocks: int
     mesh: jax.sharding.Mesh
     tied: bool = False
@@ -249,7 +249,7 @@ MORE_CASES = {
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_CASES)])
 def test_loss_and_gradients_are_those_of_one_device(name):
     schedule, num_blocks, axes, options = (CASES | MORE_CASES)[name]
-    case = Case(Schedule(*schedule), num_blocks, mesh_of(schedule[1], **axes), **options)
+    case = Case(PipelineSchedule(*schedule), num_blocks, mesh_of(schedule[1], **axes), **options)
     sums, grads = oracle(num_blocks, case.tied, case.schedule.num_microbatches)
     data = data_of(case.schedule.num_microbatches)
     found, found_grads = jax.device_get(case.train()(stored(case.leaves, params_of(case.model)), data))
@@ -259,7 +259,7 @@ def test_loss_and_gradients_are_those_of_one_device(name):
 
 @pytest.mark.parametrize("v, num_microbatches", [(1, 4), (2, 1)])
 def test_evaluation_and_logits_take_any_number_of_microbatches(v, num_microbatches):
-    case = Case(Schedule("1f1b", 2, v, 2), 5, mesh_of(2, intra_param=2), tied=True)
+    case = Case(PipelineSchedule("1f1b", 2, v, 2), 5, mesh_of(2, intra_param=2), tied=True)
     params, data = stored(case.leaves, params_of(case.model)), data_of(num_microbatches)
     expected, _ = oracle(5, True, num_microbatches)
     results = jax.device_get(case.forward(case.model, P(("intra_param",)))(params, data))
@@ -275,7 +275,7 @@ def test_evaluation_and_logits_take_any_number_of_microbatches(v, num_microbatch
 
 @pytest.mark.parametrize("name, v", [("gpipe", 1), ("1f1b", 2)])
 def test_two_sends_a_tick_and_once_a_step_collectives_once(name, v):
-    case = Case(Schedule(name, 4, v, 8), 8, mesh_of(4, intra_param=2))
+    case = Case(PipelineSchedule(name, 4, v, 8), 8, mesh_of(4, intra_param=2))
     found = hlo.collectives(case.lowered().compile().as_text())
     sends = [c for c in found if c.kind == "collective-permute"]
     assert [c.num_runs for c in sends] == [case.schedule.num_ticks] * 2
@@ -288,7 +288,7 @@ def test_two_sends_a_tick_and_once_a_step_collectives_once(name, v):
 
 
 def test_replicated_parameters_are_gathered_once_a_step():
-    case = Case(Schedule("1f1b", 2, 1, 4), 2, mesh_of(2, intra_opt=2))
+    case = Case(PipelineSchedule("1f1b", 2, 1, 4), 2, mesh_of(2, intra_opt=2))
     found = hlo.collectives(case.lowered().compile().as_text())
     assert {c.kind for c in found if c.in_loop} == {"collective-permute"}
 
@@ -297,7 +297,11 @@ def test_memory_follows_the_number_of_kept_inputs():
     rows, seq = 32, 64
     one_input = rows * seq * HIDDEN * 4
     temporary = {}
-    for schedule in (Schedule("1f1b", 4, 1, 16), Schedule("1f1b", 4, 1, 32), Schedule("gpipe", 4, 1, 16)):
+    for schedule in (
+        PipelineSchedule("1f1b", 4, 1, 16),
+        PipelineSchedule("1f1b", 4, 1, 32),
+        PipelineSchedule("gpipe", 4, 1, 16),
+    ):
         compiled = Case(schedule, 4, mesh_of(4)).lowered(rows, seq).compile()
         temporary[schedule] = compiled.memory_analysis().temp_size_in_bytes
     few, many, gpipe = temporary
@@ -310,7 +314,7 @@ def test_memory_follows_the_number_of_kept_inputs():
 @pytest.mark.parametrize("remat", [Remat.NONE, Remat.FULL])
 def test_blocks_are_computed_twice_and_not_three_times(remat):
     """Once forwards, and once more for the backward pass."""
-    text = Case(Schedule("1f1b", 4, 1, 4), 4, mesh_of(4), remat=remat).lowered().as_text()
+    text = Case(PipelineSchedule("1f1b", 4, 1, 4), 4, mesh_of(4), remat=remat).lowered().as_text()
     # A block has two products and their four gradients, the head one and its two. The forward half has a branch for the
     # first stage and one for those in the middle, the backward half also one for the last.
     assert text.count("stablehlo.dot_general") == 2 * 2 + 3 * (2 + 4) + (1 + 2)
@@ -320,7 +324,7 @@ def test_blocks_that_differ():
     other = Part(block_init, lambda params, x, batch, keys: x)
     model = dataclasses.replace(model_of(4), blocks=(BLOCK, BLOCK, BLOCK, other))
     with pytest.raises(UserError, match="PIPELINE=2: blocks 1 and 3 of toy differ"):
-        make_pipeline(model, {}, Schedule("1f1b", 2, 1, 2), Gather(jnp.float32, FLOAT32), Remat.FULL)
+        make_pipeline(model, {}, PipelineSchedule("1f1b", 2, 1, 2), Gather(jnp.float32, FLOAT32), Remat.FULL)
 
 
 def test_stages_may_have_different_blocks_in_different_slots():
@@ -328,7 +332,7 @@ def test_stages_may_have_different_blocks_in_different_slots():
         return {"x": x["x"] - jnp.sin(x["x"] @ params["in"]) @ params["out"] * params["scale"]}
 
     other = Part(block_init, other_apply)
-    case = Case(Schedule("1f1b", 2, 1, 2), 4, mesh_of(2))
+    case = Case(PipelineSchedule("1f1b", 2, 1, 2), 4, mesh_of(2))
     case.__dict__["model"] = dataclasses.replace(model_of(4), blocks=(BLOCK, other, BLOCK, other))
     params, data = params_of(case.model), data_of(2)
 
@@ -340,7 +344,7 @@ def test_stages_may_have_different_blocks_in_different_slots():
 
 
 def test_only_floating_point_arrays_are_sent():
-    case = Case(Schedule("1f1b", 2, 1, 2), 2, mesh_of(2))
+    case = Case(PipelineSchedule("1f1b", 2, 1, 2), 2, mesh_of(2))
     embed = Part(embed_init, lambda params, batch, keys: {"x": batch["tokens"]})
     case.__dict__["model"] = dataclasses.replace(model_of(2), embed=embed)
     with pytest.raises(UserError, match="embedding of toy gives int32; with PIPELINE=2"):
@@ -351,7 +355,7 @@ def test_only_floating_point_arrays_are_sent():
 def test_sends_travel_while_stages_compute():
     model = build_model("llama-tiny", {"num_layers": 4, "hidden": 256, "ffn": 512}, attention="cudnn")
     parallel, devices = ModelParallel(pipeline=2), ahead_of_time.target_devices("h100", 2, 2)
-    plan = plan_model("zero1", model, DataRanks(2, 1), devices, parallel=parallel)
+    plan = make_plan("zero1", model, ranks=DataRanks(2, 1), devices=devices, parallel=parallel)
     optimizer = make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
     compiled = ahead_of_time.compile_step(model, optimizer, plan, StepSettings(), (4, 2, 128))
     body = next(part for part in compiled.as_text().split("\n\n") if part.count(" conditional(") == 2)

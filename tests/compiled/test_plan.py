@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from amsp_jax.engine.optimizer import make_optimizer
-from amsp_jax.engine.plan import LARGE_LEAF, make_plan, spec_text
+from amsp_jax.engine.plan import LARGE_LEAF, make_plan, plan_parameters, spec_text
 from amsp_jax.engine.state import abstract_state
 from amsp_jax.engine.train_step import StepSettings, make_grad_fn, make_train_step
 from amsp_jax.errors import UserError
@@ -32,7 +32,7 @@ def shape(*dims):
 
 
 def plan_leaf(dims, strategy="zero3", ranks=RANKS):
-    return make_plan(strategy, {"w": shape(*dims)}, ranks).leaves["w"]
+    return plan_parameters(strategy, {"w": shape(*dims)}, ranks).leaves["w"]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def plan_leaf(dims, strategy="zero3", ranks=RANKS):
     ],
 )
 def test_specs_split_one_dimension_param_axes_first(strategy, params, grads, opt):
-    plan = make_plan(strategy, {"w": shape(16, 24)}, RANKS)
+    plan = plan_parameters(strategy, {"w": shape(16, 24)}, RANKS)
     leaf = plan.leaves["w"]
     assert (leaf.params_spec, leaf.grads_spec, leaf.opt_spec) == (params, grads, opt)
     assert plan.param_shardings == {"w": NamedSharding(plan.mesh, params)}
@@ -59,9 +59,9 @@ def test_specs_split_one_dimension_param_axes_first(strategy, params, grads, opt
 
 
 def test_rows_of_the_batch_are_split_over_every_axis():
-    assert make_plan(QUICKSTART, {}, RANKS).batch_spec == P(None, ("intra_grad", "inter_opt"))
-    assert make_plan("mics(4)", {}, RANKS).batch_spec == P(None, ("intra_param", "inter_replica"))
-    assert make_plan("zero3", {}, DataRanks(1)).batch_spec == P(None, None)
+    assert plan_parameters(QUICKSTART, {}, RANKS).batch_spec == P(None, ("intra_grad", "inter_opt"))
+    assert plan_parameters("mics(4)", {}, RANKS).batch_spec == P(None, ("intra_param", "inter_replica"))
+    assert plan_parameters("zero3", {}, DataRanks(1)).batch_spec == P(None, None)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_what_is_not_to_be_sharded_needs_no_note(strategy):
 
 @pytest.mark.parametrize("degrees", all_degrees(RANKS), ids=str)
 def test_shard_shapes_are_those_of_the_shardings(degrees):
-    plan = make_plan(str(degrees), [shape(16, 24), shape(61, 60), shape(6, 24), shape(20), shape()], RANKS)
+    plan = plan_parameters(str(degrees), [shape(16, 24), shape(61, 60), shape(6, 24), shape(20), shape()], RANKS)
     for leaf in plan.leaves:
         for spec, number in (
             (leaf.params_spec, leaf.num_params_shard),
@@ -120,7 +120,7 @@ def test_shard_shapes_are_those_of_the_shardings(degrees):
 def test_bytes_are_the_arithmetic_of_the_strategy(degrees):
     """Divisible shapes: 2/s_p where P is not OS's shard already, 4/s_g, and 12/s_os bytes a parameter."""
     num_params = 16 * 24 + 8 * 40
-    got = make_plan(str(degrees), {"a": shape(16, 24), "b": shape(8, 40)}, RANKS).bytes_per_device()
+    got = plan_parameters(str(degrees), {"a": shape(16, 24), "b": shape(8, 40)}, RANKS).bytes_per_device()
     s_p, s_g, s_os = degrees.params.total, degrees.grads.total, degrees.opt_state.total
     assert got.params == (2 * num_params // s_p if s_p < s_os or s_p == 1 else 0)
     assert got.grads == 4 * num_params // s_g
@@ -129,14 +129,17 @@ def test_bytes_are_the_arithmetic_of_the_strategy(degrees):
 
 
 def test_bytes_count_padding_and_replicas():
-    plan = make_plan(QUICKSTART, {"padded": shape(61, 60), "small": shape(20)}, RANKS)
+    plan = plan_parameters(QUICKSTART, {"padded": shape(61, 60), "small": shape(20)}, RANKS)
     got = plan.bytes_per_device()
     # The padded leaf is stored as [64, 60]: P whole, G over 4, OS over 8. The small leaf is whole throughout.
     assert got.params == 2 * (64 * 60 + 20)
     assert got.grads == 4 * (64 * 60 // 4 + 20)
     assert got.master == 4 * (64 * 60 // 8 + 20)
     assert got.moments == 2 * got.master
-    assert make_plan(QUICKSTART, {"w": shape(8)}, RANKS, compute_dtype=jnp.float32).bytes_per_device().params == 4 * 8
+    assert (
+        plan_parameters(QUICKSTART, {"w": shape(8)}, RANKS, compute_dtype=jnp.float32).bytes_per_device().params
+        == 4 * 8
+    )
 
 
 GOLDEN = """\
@@ -162,11 +165,11 @@ def test_printed_plan():
     block = {"weight": shape(16, 24), "bias": shape(20)}
     head = {"weight": shape(6, 16), "temperature": shape()}
     tree = {"embed": {"table": shape(61, 60)}, "blocks": [block, block], "head": head}
-    assert str(make_plan(QUICKSTART, tree, RANKS)) == GOLDEN
+    assert str(plan_parameters(QUICKSTART, tree, RANKS)) == GOLDEN
 
 
 def test_printed_plan_warns_of_unfilled_nodes():
-    text = str(make_plan("params=1x1 grads=1x1 opt_state=2x2", {"w": shape(8)}, RANKS))
+    text = str(plan_parameters("params=1x1 grads=1x1 opt_state=2x2", {"w": shape(8)}, RANKS))
     assert "warning   opt_state=2x2 leaves ranks of a node unused" in text
 
 
@@ -179,7 +182,7 @@ def test_spec_text():
 def test_a_plan_for_a_thousand_devices_that_are_not_there():
     start = time.perf_counter()
     params = build_model("llama-30b").abstract_params()
-    plan = make_plan("params=8x1 grads=8x1 opt_state=8x4", params, DataRanks(per_node=8, num_nodes=128))
+    plan = plan_parameters("params=8x1 grads=8x1 opt_state=8x4", params, DataRanks(per_node=8, num_nodes=128))
     text = str(plan)
     assert time.perf_counter() - start < 5
     num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
@@ -213,17 +216,16 @@ def abstract_batch(plan):
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "mics(2)", QUICKSTART, MIXED])
 def test_the_compiled_step_holds_exactly_the_planned_bytes(strategy):
     model, optimizer = bigram(), make_optimizer("adamw", 1e-3, clip_norm=1.0)
-    plan = make_plan(strategy, model.abstract_params(), RANKS, jax.devices())
-    state = abstract_state(model, optimizer, plan)
-    seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=plan.replicated)
-    step = make_train_step(model, optimizer, plan, StepSettings())
-    memory = step.lower(state, abstract_batch(plan), seed).compile().memory_analysis()
+    plan = make_plan(strategy, model, ranks=RANKS, devices=jax.devices())
+    state = abstract_state(plan, optimizer)
+    step = make_train_step(plan, optimizer)
+    memory = step.lower(state, abstract_batch(plan)).compile().memory_analysis()
 
     planned, num_params = plan.bytes_per_device(), 2 * 64 * 32
     assert planned.master + planned.moments == 12 * num_params // plan.degrees.opt_state.total
-    # Three arrays of 4 bytes; the steps done, as the state, Adam and the schedule count them. Nothing reads the seed.
+    # Three arrays of 4 bytes; the steps done, as the state, Adam and the schedule count them; and the seed.
     batch = 3 * 4 * MICROBATCHES * (ROWS // 8) * SEQ
-    counters = 3 * 4
+    counters = 4 * 4
     assert memory.argument_size_in_bytes == planned.master + planned.moments + batch + counters
 
 
@@ -234,7 +236,7 @@ def local_arrays(plan, model):
         plan.leaves,
         plan.opt_shardings,
     )
-    grads = make_grad_fn(model, plan, StepSettings(peel_first=False, peel_last=False))
+    grads = make_grad_fn(plan, StepSettings(peel_first=False, peel_last=False))
     jaxpr = jax.make_jaxpr(grads)(params, abstract_batch(plan), np.uint32(0), np.int32(0)).jaxpr
     (mapped,) = [e for e in jaxpr.eqns if e.primitive.name == "shard_map"]
     (loop,) = [e for e in mapped.params["jaxpr"].eqns if e.primitive.name == "scan"]
@@ -245,7 +247,7 @@ def local_arrays(plan, model):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_loop_holds_params_and_grads_of_the_planned_shapes(strategy):
     model = bigram()
-    plan = make_plan(strategy, model.abstract_params(), RANKS, jax.devices())
+    plan = make_plan(strategy, model, ranks=RANKS, devices=jax.devices())
     read, carried = local_arrays(plan, model)
 
     shards = {}
@@ -263,7 +265,7 @@ def test_the_loop_holds_params_and_grads_of_the_planned_shapes(strategy):
 
 
 def test_an_empty_leaf_is_replicated():
-    leaf = make_plan("zero3", {"none": shape(0, 8)}, DataRanks(4, 2)).leaves["none"]
+    leaf = plan_parameters("zero3", {"none": shape(0, 8)}, DataRanks(4, 2)).leaves["none"]
     assert leaf.dim is None and leaf.note == "replicated: it has no values"
     assert leaf.num_opt_shard == 0
 

@@ -45,7 +45,7 @@ QUICK = [("zero1", 4), ("zero3", 2), (MIXED, 2)]
 def check(strategy, accumulation, group):
     """By kind, groups and bytes of the result, how often each collective of arrays runs in a step."""
     plan = plan_for(strategy, oracle.model("llama"))
-    program = lowered(plan, accumulation, settings=StepSettings(group=group)).compile()
+    program = lowered(plan, accumulation, settings=StepSettings(microbatch_group=group)).compile()
     counts = Counter()
     for c in hlo.collectives(program.as_text()):
         if not c.is_scalar:

@@ -13,8 +13,8 @@ from amsp_jax import __main__ as tools
 from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.parallel import ModelParallel
-from amsp_jax.engine.pipeline.schedule import Kind, Schedule
-from amsp_jax.engine.plan import plan_model
+from amsp_jax.engine.pipeline.schedule import Kind, PipelineSchedule
+from amsp_jax.engine.plan import make_plan
 from amsp_jax.errors import UserError
 from amsp_jax.models.registry import build_model
 from amsp_jax.predict.cluster import Link, Network, named_cluster
@@ -60,7 +60,8 @@ def candidate(strategy="zero1", microbatch=1, remat=Remat.FULL, virtual_stages=1
 
 
 @pytest.mark.parametrize(
-    "schedule", [Schedule("1f1b", 4, 1, 23), Schedule("1f1b", 4, 2, 32), Schedule("gpipe", 3, 2, 24)]
+    "schedule",
+    [PipelineSchedule("1f1b", 4, 1, 23), PipelineSchedule("1f1b", 4, 2, 32), PipelineSchedule("gpipe", 3, 2, 24)],
 )
 def test_counts_of_a_long_step_are_those_of_its_table(schedule):
     found = tick_counts(schedule)
@@ -78,7 +79,7 @@ def test_counts_of_a_long_step_are_those_of_its_table(schedule):
 def test_the_bubble_of_equal_stages(p, v, m, name):
     """(p - 1)/(v m) of the ideal time; F = 1, B = 2 a virtual stage, and the last one's F inside its B."""
     times = dict.fromkeys((Kind.FIRST, Kind.MIDDLE, Kind.LAST), (1.0, 2.0))
-    busy = ticks_seconds(tick_counts(Schedule(name, p, v, m)), times)
+    busy = ticks_seconds(tick_counts(PipelineSchedule(name, p, v, m)), times)
     # The forward half of the one tick that has the last virtual stage alone is left out.
     assert busy == pytest.approx((v * m + p - 1) * 3 - 1)
 
@@ -108,7 +109,7 @@ def test_a_step_by_hand():
     """Two stages of one block, 4 microbatches; only blocks take time, 1 and 2. Forward halves: 4 of 1. Backward halves:
     5 of 1 + 2, the last stage alone, both together three times, the first alone. Two sends of 0.1 a tick."""
     parts = [part(0.0, 0.0), part(), part(0.0, 0.0)]
-    schedule, chunks = Schedule("1f1b", 2, 1, 4), Chunks.of((0, 0), 2, 1)
+    schedule, chunks = PipelineSchedule("1f1b", 2, 1, 4), Chunks.of((0, 0), 2, 1)
     timeline = pipeline_timeline(schedule, chunks, parts, OnceTimes(0.5, 0.25, 0.125), 0.1, 1.0)
     assert timeline.step_s == pytest.approx(4 * 1 + 5 * 3 + 0.875 + 2 * schedule.num_ticks * 0.1)
     # The first stage works longest: 4 x (1 + 1 + 2).
@@ -187,7 +188,7 @@ def test_sends_and_the_exchange_of_stages(scorer):
     assert send.message.num_bytes == 2048 * 2048 * 2 // 2
     assert send.count == 2 * scorer.schedule(point).num_ticks
     moved = [c for c in costs if c.message.kind == "all-to-all"]
-    plan = plan_model("zero1", scorer.workload.model, point.degrees.ranks, parallel=point.parallel)
+    plan = make_plan("zero1", scorer.workload.model, ranks=point.degrees.ranks, parallel=point.parallel)
     _, blocks, _ = scorer.workload.model.split(plan.leaves)
     values = sum(leaf.num_opt_shard for leaf in jax.tree.leaves(blocks) if leaf.dim is not None)
     assert sum(c.count * c.message.num_bytes for c in moved) == (2 + 4) * values
@@ -234,7 +235,7 @@ def test_more_tensor_ranks_compute_less_and_wait_more(scorer):
 )
 def test_states_are_the_plans_own_arithmetic(scorer, strategy, sizes):
     point = candidate(strategy, **sizes)
-    plan = plan_model(strategy, scorer.workload.model, point.degrees.ranks, parallel=point.parallel)
+    plan = make_plan(strategy, scorer.workload.model, ranks=point.degrees.ranks, parallel=point.parallel)
     expected, found = plan.bytes_per_device(), scorer.memory(point)
     # AdamW has two counters beside its moments.
     assert (found.master, found.opt_state) == (expected.master, expected.moments + 8)
@@ -425,7 +426,7 @@ def test_gin_lines_of_a_pipeline(capsys):
         "TENSOR = 2",
         "PIPELINE = 4",
         "CONTEXT = 1",
-        "SCHEDULE = '1f1b'",
+        "PIPELINE_SCHEDULE = '1f1b'",
         "VIRTUAL_STAGES = 2",
         "REMAT = 'full'",
     ):

@@ -18,7 +18,7 @@ from oracle import batches, plan_for
 from amsp_jax.engine.plan import path_name
 from amsp_jax.engine.replicas import Divergence, checksum, make_replica_check
 from amsp_jax.engine.state import abstract_state
-from amsp_jax.engine.train_step import StepSettings, make_train_step
+from amsp_jax.engine.train_step import make_train_step
 from amsp_jax.strategy import DataRanks
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -47,15 +47,15 @@ def trained(strategy, ranks=oracle.RANKS):
     """A model, its optimizer and plan, and the state after a step."""
     model, optimizer = oracle.model("llama", 1), oracle.optimizer("adamw")
     plan = plan_for(strategy, model, ranks)
-    step = make_train_step(model, optimizer, plan, StepSettings())
-    state, _ = step(oracle.initial_state(model, optimizer, plan), oracle.placed(plan, batches()[0], 1), np.uint32(0))
+    step = make_train_step(plan, optimizer)
+    state, _ = step(oracle.initial_state(model, optimizer, plan), oracle.placed(plan, batches()[0], 1))
     return model, optimizer, plan, state
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_flipped_bit_is_named(strategy):
     model, optimizer, plan, state = trained(strategy)
-    check = make_replica_check(model, optimizer, plan)
+    check = make_replica_check(plan, optimizer)
     assert check(state) == []
     # A counter is replicated under every strategy; a matrix and its moment where OS replicas are left.
     paths = ["step", "opt_state.1.0.count"]
@@ -93,7 +93,7 @@ def test_there_are_leaves_of_all_kinds():
 
 def test_several_devices_leaves_and_ties():
     model, optimizer, plan, state = trained("ddp")
-    check = make_replica_check(model, optimizer, plan)
+    check = make_replica_check(plan, optimizer)
     path = "params.embed.table"
     found = check(corrupted(corrupted(state, path, {1: 3, 6: 3}), "step", {7: 31}))
     assert [str(x) for x in found] == [
@@ -108,7 +108,7 @@ def test_several_devices_leaves_and_ties():
 
 def test_one_device_has_no_replicas():
     model, optimizer, plan, state = trained("ddp", DataRanks(1))
-    assert make_replica_check(model, optimizer, plan)(state) == []
+    assert make_replica_check(plan, optimizer)(state) == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8", "bool"])
@@ -137,10 +137,10 @@ def test_a_checksum_sees_signs_and_payloads():
 
 def test_it_compiles_once_and_keeps_the_state():
     model, optimizer, plan, state = trained("zero1")
-    check = make_replica_check(model, optimizer, plan)
+    check = make_replica_check(plan, optimizer)
     assert check(state) == check(state) == []
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(
-        lambda x: x.sharding, abstract_state(model, optimizer, plan)
+        lambda x: x.sharding, abstract_state(plan, optimizer)
     )
 
 
@@ -157,8 +157,8 @@ CHILD = """
 
     model, optimizer = oracle.model("llama", 1), oracle.optimizer("sgd")
     plan = oracle.plan_for("ddp", model, DataRanks(2, 2))
-    state = init_state(model, optimizer, plan, 3)
-    check = make_replica_check(model, optimizer, plan)
+    state = init_state(plan, optimizer, 3)
+    check = make_replica_check(plan, optimizer)
     assert check(state) == []
     bad = plan.mesh.devices.flat[3]
     assert bad.process_index == 1

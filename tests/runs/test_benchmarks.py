@@ -155,7 +155,7 @@ def test_the_planner_is_asked_for_every_number_of_microbatches():
 
 def plan_of(strategy):
     model = SMALL.build("xla")
-    return model, make_plan(strategy, model.abstract_params(), DataRanks(1, 2), jax.devices()[:2])
+    return model, make_plan(strategy, model, ranks=DataRanks(1, 2), devices=jax.devices()[:2])
 
 
 def test_only_what_is_gathered_or_reduced_once_a_step_has_all_parts():
@@ -164,7 +164,7 @@ def test_only_what_is_gathered_or_reduced_once_a_step_has_all_parts():
     assert list(ablation.parts_of(plan_of("zero1")[1], 1)) == [*ablation.PARTS, ablation.NARROWER]
     parts = [*ablation.PARTS[:2], ablation.GROUPED, ablation.NARROWER]
     assert list(ablation.parts_of(plan_of("zero3")[1], 4)) == parts
-    assert [part.settings(4).group for part in parts] == [1, 1, 4, 4]
+    assert [part.settings(4).microbatch_group for part in parts] == [1, 1, 4, 4]
 
 
 def test_parts_add_overlap_up_to_the_default_step():

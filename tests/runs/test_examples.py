@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from amsp_jax import DataRanks, StepSettings, init_state, make_train_step
+from amsp_jax import DataRanks, init_state, make_train_step
 
 ROOT = Path(__file__).parents[2]
 PATH = ROOT / "docs" / "examples" / "own_model.py"
@@ -40,11 +40,11 @@ def test_the_example_runs():
 
 def first_steps(example, model, strategy, ranks):
     plan = example.plan_for(model, strategy, ranks)
-    state = init_state(model, example.OPTIMIZER, plan, seed=0)
-    step = make_train_step(model, example.OPTIMIZER, plan, StepSettings())
+    state = init_state(plan, example.OPTIMIZER, seed=0)
+    step = make_train_step(plan, example.OPTIMIZER)
     rows = []
     for i in range(3):
-        state, metrics = step(state, jax.device_put(example.make_batch(i), plan.batch_sharding), np.uint32(0))
+        state, metrics = step(state, jax.device_put(example.make_batch(i), plan.batch_sharding))
         rows.append(jax.device_get((metrics.loss, metrics.grad_norm, metrics.aux["num_correct"])))
     return rows
 

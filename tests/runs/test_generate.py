@@ -57,8 +57,8 @@ def test_numbers_out_of_range(wrong: dict[str, float]) -> None:
 def test_logits_of_a_sharded_model_are_those_of_the_whole() -> None:
     sizes = {"num_layers": 1, "hidden": 16, "ffn": 32, "num_heads": 2, "num_kv_heads": 2, "vocab_size": 32}
     model = build_model("llama-tiny", sizes)
-    plan = make_plan("mics(2)", model.abstract_params(), DataRanks(4), jax.devices()[:4], jnp.float32)
-    params = init_state(model, optax.sgd(1.0), plan, seed=0).params
+    plan = make_plan("mics(2)", model, ranks=DataRanks(4), devices=jax.devices()[:4], compute_dtype=jnp.float32)
+    params = init_state(plan, optax.sgd(1.0), seed=0).params
     next_logits = make_next_logits(model, plan, StepSettings(), seq_len=8)
 
     def whole(tokens: list[int]) -> np.ndarray:

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from amsp_jax import PRESETS, DataRanks, make_plan, parse
+from amsp_jax import PRESETS, DataRanks, parse
 from amsp_jax.engine.mesh import ROLES
+from amsp_jax.engine.plan import plan_parameters
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -76,7 +77,7 @@ def test_a_preset_is_the_point_that_the_table_says(name: str, cells: list[str]) 
     assert parse(name) == parse("params={} grads={} opt_state={}".format(*words))
 
     size = 64
-    plan = make_plan(name, {"w": jax.ShapeDtypeStruct((size,), jnp.float32)}, RANKS)
+    plan = plan_parameters(name, {"w": jax.ShapeDtypeStruct((size,), jnp.float32)}, RANKS)
     numbers = {"phi": size, "N": RANKS.total, "n": RANKS.per_node, "k": K}
     assert plan.bytes_per_device().total == eval(formula.replace("Φ", "*phi"), numbers)
 

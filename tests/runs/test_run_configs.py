@@ -16,8 +16,8 @@ from amsp_jax.cli.commands import workload
 from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.parallel import ModelParallel
-from amsp_jax.engine.pipeline.schedule import Schedule
-from amsp_jax.engine.plan import plan_model
+from amsp_jax.engine.pipeline.schedule import PipelineSchedule
+from amsp_jax.engine.plan import make_plan
 from amsp_jax.models import MODELS
 from amsp_jax.predict.cluster import named_cluster
 from amsp_jax.predict.planner import Candidate, Scorer, Space, Workload, search
@@ -111,8 +111,8 @@ def test_a_recipe_divides_and_fits(path, nodes, bindings):
     batch = batch_shape(config.global_batch, config.microbatch, ranks.total, config.seq_len)
     model = cli.build_model(config).model
     assert len(model.blocks) % (config.pipeline * config.virtual_stages) == 0
-    Schedule(config.schedule, config.pipeline, config.virtual_stages, batch.accumulation)
-    plan = plan_model(config.strategy, model, ranks, parallel=parallel)
+    PipelineSchedule(config.pipeline_schedule, config.pipeline, config.virtual_stages, batch.accumulation)
+    plan = make_plan(config.strategy, model, ranks=ranks, parallel=parallel)
     require_memory(plan, cluster.memory_bytes)
     if not bindings:
         assert f"# States: {plan.bytes_per_device().total / 2**30:.1f} GiB on a device," in text
@@ -134,7 +134,7 @@ def needed_bytes(config, cluster, degrees):
         Remat(config.remat),
         parallel=parallel_of(config),
         virtual_stages=config.virtual_stages,
-        pipeline_schedule=config.schedule,
+        pipeline_schedule=config.pipeline_schedule,
     )
     return Scorer(job, cluster).needed_bytes(candidate)
 
@@ -166,7 +166,7 @@ def test_a_recipe_says_how_to_predict_it(path):
     assert (args.explain, args.nodes) == (config.strategy, nodes)
     for name in ("model", "global_batch", "seq_len", "microbatch", "remat", "reduce_dtype"):
         assert getattr(args, name) == getattr(config, name)
-    for name in ("tensor", "pipeline", "context", "schedule", "virtual_stages"):
+    for name in ("tensor", "pipeline", "context", "pipeline_schedule", "virtual_stages"):
         assert getattr(args, name) == getattr(config, name)
 
 

@@ -68,7 +68,7 @@ SIZES = {"num_layers": 4, "hidden": 16, "ffn": 32, "num_heads": 2, "num_kv_heads
 SETUP = TrialSetup(num_nodes=1, devices_per_node=4, model=build_model("llama-tiny", SIZES), global_batch=32, seq_len=64)
 SPACE = search_space(["pipeline=1"], SETUP)
 BEST = Point(
-    strategy="zero3", tensor=1, pipeline=1, schedule="1f1b", virtual_stages=1, context=1, microbatch=2,
+    strategy="zero3", tensor=1, pipeline=1, pipeline_schedule="1f1b", virtual_stages=1, context=1, microbatch=2,
     remat="projections",
 )  # fmt: skip
 
@@ -146,7 +146,8 @@ def test_what_is_not_searched_is_that_of_the_run():
 
 def test_without_stages_there_is_one_schedule():
     space = search_space(
-        ["pipeline=1,2", "schedule=gpipe,1f1b", "tensor=1", "strategy=ddp", "remat=full", "microbatch=1"], SETUP
+        ["pipeline=1,2", "pipeline_schedule=gpipe,1f1b", "tensor=1", "strategy=ddp", "remat=full", "microbatch=1"],
+        SETUP,
     )
     points = list(space.points())
     assert len(points) == len(set(points)) == 1 + 2 * 2

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from amsp_jax.engine.plan import make_plan
+from amsp_jax.engine.plan import plan_parameters
 from amsp_jax.errors import UserError
 from amsp_jax.run.checks import batch_shape, require_compiled_memory, require_memory
 from amsp_jax.strategy import DataRanks
@@ -38,7 +38,7 @@ def test_a_batch_that_does_not_divide_says_which_would(global_batch: int, microb
 def test_memory_of_the_plan() -> None:
     # 2^28 parameters on 4 ranks: master 0.25 GiB, two moments 0.5, gradients 0.25, and no copy, as P = OS.
     params = {"w": jax.ShapeDtypeStruct((2**14, 2**14), jnp.float32)}
-    plan = make_plan("zero3", params, DataRanks(4))
+    plan = plan_parameters("zero3", params, DataRanks(4))
     require_memory(plan, GIB)
     message = (
         r"needs 1.00 GiB on each device .*P 0.00 GiB, G 0.25 GiB, master 0.25 GiB, moments 0.50 GiB.* has 0.99 GiB"

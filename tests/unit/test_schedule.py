@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from amsp_jax.engine.pipeline.schedule import Kind, Schedule, assign_blocks, forward_alone
+from amsp_jax.engine.pipeline.schedule import Kind, PipelineSchedule, assign_blocks, forward_alone
 from amsp_jax.errors import UserError
 
 SCHEDULES = [
-    Schedule(name, p, v, m)
+    PipelineSchedule(name, p, v, m)
     for name in ("gpipe", "1f1b")
     for p, v, m in [(2, 1, 2), (2, 1, 5), (3, 1, 3), (4, 1, 7), (8, 1, 20), (2, 2, 4), (2, 3, 6), (4, 2, 8), (4, 4, 16)]
 ]
@@ -69,11 +69,11 @@ def test_inputs_are_kept_until_they_are_used(schedule):
 def test_number_of_slots():
     for p in (2, 3, 4, 8, 16):
         # 2p - 1 on the first stage, which needs none: it has the tokens. The next one has two fewer.
-        assert Schedule("1f1b", p, 1, 4 * p).num_slots == 2 * p - 3
-        assert Schedule("1f1b", p, 1, p).num_slots == min(p, 2 * p - 3)
+        assert PipelineSchedule("1f1b", p, 1, 4 * p).num_slots == 2 * p - 3
+        assert PipelineSchedule("1f1b", p, 1, p).num_slots == min(p, 2 * p - 3)
         for v in (1, 2):
-            assert Schedule("gpipe", p, v, 4 * p).num_slots == 4 * p * v
-    assert Schedule("1f1b", 4, 2, 64).num_slots < 2 * 2 * 4
+            assert PipelineSchedule("gpipe", p, v, 4 * p).num_slots == 4 * p * v
+    assert PipelineSchedule("1f1b", 4, 2, 64).num_slots < 2 * 2 * 4
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
@@ -84,9 +84,9 @@ def test_bubble_as_executed(schedule):
 
 
 def test_bubbles_of_the_frontier_runs():
-    assert Schedule("1f1b", 16, 1, 320).bubble() == pytest.approx(0.046875)
-    assert Schedule("1f1b", 64, 1, 800).bubble() == pytest.approx(0.07875)
-    assert Schedule("1f1b", 1, 1, 3).bubble() == 0
+    assert PipelineSchedule("1f1b", 16, 1, 320).bubble() == pytest.approx(0.046875)
+    assert PipelineSchedule("1f1b", 64, 1, 800).bubble() == pytest.approx(0.07875)
+    assert PipelineSchedule("1f1b", 1, 1, 3).bubble() == 0
 
 
 @pytest.mark.parametrize("p, v, m", [(2, 1, 1), (4, 1, 3), (4, 2, 3), (4, 2, 6), (3, 3, 7)])
@@ -108,7 +108,7 @@ def test_forward_alone_takes_any_number_of_microbatches(p, v, m):
 )
 def test_what_does_not_fit(arguments, words):
     with pytest.raises(UserError, match=words):
-        Schedule(*arguments)
+        PipelineSchedule(*arguments)
 
 
 def test_blocks_are_dealt_evenly():

@@ -17,7 +17,7 @@ import jax
 
 from amsp_jax.cli.commands.workload import candidate_of, cluster_lines, cluster_of, workload_of
 from amsp_jax.compile import ahead_of_time, hlo
-from amsp_jax.engine.plan import plan_model
+from amsp_jax.engine.plan import make_plan
 from amsp_jax.predict.cluster import Cluster
 from amsp_jax.predict.cost.communication import step_collectives
 from amsp_jax.predict.cost.memory import MemoryEstimate
@@ -102,7 +102,14 @@ def compile_candidate(scorer: Scorer, candidate: Candidate) -> CompiledStep:
     shape = batch_shape(workload.global_batch, candidate.microbatch, degrees.ranks.total, workload.seq_len).shape
     devices = _target_devices(cluster)
     strategy, parallel = strategy_of(degrees), candidate.parallel
-    plan = plan_model(strategy, workload.model, degrees.ranks, devices, workload.compute_dtype, parallel)
+    plan = make_plan(
+        strategy,
+        workload.model,
+        ranks=degrees.ranks,
+        devices=devices,
+        compute_dtype=workload.compute_dtype,
+        parallel=parallel,
+    )
     start = time.perf_counter()
     compiled = ahead_of_time.compile_step(workload.model, workload.optimizer, plan, scorer.settings(candidate), shape)
     compile_s = time.perf_counter() - start

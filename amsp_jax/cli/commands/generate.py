@@ -43,9 +43,10 @@ def run(args: argparse.Namespace) -> None:
     model = cli.build_model(config, layout.devices[0]).model
     if model.logits is None:
         raise UserError(f"model={config.model} gives no logits to draw from")
-    plan = make_plan(_STRATEGY, model.abstract_params(), data_ranks(layout), layout.devices, config.compute_dtype)
+    ranks, devices = data_ranks(layout), layout.devices
+    plan = make_plan(_STRATEGY, model, ranks=ranks, devices=devices, compute_dtype=config.compute_dtype)
     with contextlib.closing(checkpointer):
-        params = checkpointer.restore(step, *params_alone(model, plan))["params"]
+        params = checkpointer.restore(step, *params_alone(plan))["params"]
 
     next_logits = make_next_logits(model, plan, step_settings(config), config.seq_len)
     drawn = generate(next_logits, params, prompt, sampling, tokenizer.end_of_document, tokenizer.vocab_size)

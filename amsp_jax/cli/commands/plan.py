@@ -154,7 +154,7 @@ def _space(args: argparse.Namespace, cluster: Cluster) -> Space:
         pipelines=_sizes("pipeline", parallel.pipeline, searched, cluster.num_devices),
         contexts=_sizes("context", parallel.context, searched, cluster.devices_per_node),
         virtual_stages=_CHUNKS if "virtual_stages" in searched else (args.virtual_stages,),
-        pipeline_schedule=args.schedule,
+        pipeline_schedule=args.pipeline_schedule,
     )
 
 

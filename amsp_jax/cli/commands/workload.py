@@ -14,7 +14,7 @@ from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.context import check_sequence
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.parallel import ModelParallel
-from amsp_jax.engine.pipeline.schedule import Schedule, assign_blocks
+from amsp_jax.engine.pipeline.schedule import PipelineSchedule, assign_blocks
 from amsp_jax.errors import UserError
 from amsp_jax.model import Model
 from amsp_jax.models.attention import choose_attention
@@ -48,7 +48,13 @@ def candidate_of(args: argparse.Namespace, strategy: str, workload: Workload, cl
     degrees = parse(strategy).resolve(ranks)
     check_sequence(workload.seq_len, parallel.context, parallel.tensor)
     candidate = Candidate(
-        degrees, args.microbatch, Remat(args.remat), parallel, args.virtual_stages, args.schedule, args.microbatch_group
+        degrees,
+        args.microbatch,
+        Remat(args.remat),
+        parallel,
+        args.virtual_stages,
+        args.pipeline_schedule,
+        args.microbatch_group,
     )
     unit = candidate.microbatch * degrees.ranks.total
     if workload.global_batch % unit:
@@ -59,7 +65,7 @@ def candidate_of(args: argparse.Namespace, strategy: str, workload: Workload, cl
     _check_group(candidate, workload.global_batch)
     if parallel.pipeline > 1 or args.virtual_stages > 1:
         accumulation = candidate.accumulation(workload.global_batch)
-        Schedule(args.schedule, parallel.pipeline, args.virtual_stages, accumulation)
+        PipelineSchedule(args.pipeline_schedule, parallel.pipeline, args.virtual_stages, accumulation)
         assign_blocks(len(workload.model.blocks), parallel.pipeline, args.virtual_stages)
     return candidate
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from amsp_jax.engine.state import TrainState, init_state
 from amsp_jax.errors import UserError
@@ -51,7 +50,7 @@ def capture(job: Job, num_steps: int, folder: Path) -> Captured:
     own_watch().doing("compiling the step")
     step: Any = compile_step(job)
     own_watch().doing("running the steps to profile")
-    state = init_state(job.model, job.optimizer, job.plan, job.config.seed)
+    state = init_state(job.plan, job.optimizer, job.config.seed)
     num_total = NUM_WARMUP + num_steps + 1
     session = folder / "plugins" / "profile" / _SESSION
     options = jax.profiler.ProfileOptions()
@@ -59,25 +58,23 @@ def capture(job: Job, num_steps: int, folder: Path) -> Captured:
     # Calls of Python functions would slow the host down, and are not asked for.
     options.python_tracer_level = 0
     with Prefetcher(lambda i: job.load_batch(job.datasets.train, i), 0, num_total) as batches:
-        state = _advance(step, state, batches, range(NUM_WARMUP), job.config.seed)
+        state = _advance(step, state, batches, range(NUM_WARMUP))
         if session.exists():
             shutil.rmtree(session)
         with jax.profiler.trace(folder, profiler_options=options):
-            _advance(step, state, batches, range(NUM_WARMUP, num_total), job.config.seed)
+            _advance(step, state, batches, range(NUM_WARMUP, num_total))
     written = list(session.glob("*.xplane.pb"))
     if not written:
         raise UserError(f"--out={folder}: jax's profiler wrote no trace there; see what it said above")
     return Captured(written[0], step.as_text())
 
 
-def _advance(
-    step: Any, state: TrainState, batches: Iterator[dict[str, jax.Array]], numbers: range, seed: int
-) -> TrainState:
+def _advance(step: Any, state: TrainState, batches: Iterator[dict[str, jax.Array]], numbers: range) -> TrainState:
     """As the training loop does: it dispatches a step, then waits for the numbers of the step before."""
     last = None
     for number in numbers:
         with jax.profiler.StepTraceAnnotation("train", step_num=number):
-            state, metrics = step(state, next(batches), np.uint32(seed))
+            state, metrics = step(state, next(batches))
         jax.block_until_ready(last)
         last = metrics
     return jax.block_until_ready(state)

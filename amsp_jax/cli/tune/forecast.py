@@ -77,7 +77,7 @@ def _candidate(point: Point, setup: TrialSetup) -> Candidate:
         Remat(point.remat),
         point.parallel,
         point.virtual_stages,
-        point.schedule,
+        point.pipeline_schedule,
         point.microbatch_group,
     )
 

@@ -15,7 +15,7 @@ class Point:
     strategy: str
     tensor: int
     pipeline: int
-    schedule: str
+    pipeline_schedule: str
     virtual_stages: int
     context: int
     microbatch: int
@@ -36,7 +36,7 @@ class Point:
         words = [self.strategy]
         words += [f"{name} {getattr(self, name)}" for name in ("tensor", "context") if getattr(self, name) > 1]
         if self.pipeline > 1:
-            words.append(f"pipeline {self.pipeline} {self.schedule}")
+            words.append(f"pipeline {self.pipeline} {self.pipeline_schedule}")
             words += [f"virtual {self.virtual_stages}"] if self.virtual_stages > 1 else []
         group = f" in groups of {self.microbatch_group}" if self.microbatch_group > 1 else ""
         return ", ".join([*words, f"microbatch {self.microbatch}{group}", f"remat {self.remat}"])
@@ -44,5 +44,5 @@ class Point:
 
 DIMENSIONS = tuple(field.name for field in dataclasses.fields(Point))
 """The settings that can be searched."""
-OF_PIPELINES = ("schedule", "virtual_stages")
+OF_PIPELINES = ("pipeline_schedule", "virtual_stages")
 """Those that mean nothing without pipeline stages."""

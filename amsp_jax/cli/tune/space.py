@@ -46,7 +46,11 @@ class SearchSpace:
     @staticmethod
     def canonical(point: Point) -> Point:
         """The point with neutral values for what it does not use."""
-        return point if point.pipeline > 1 else dataclasses.replace(point, schedule=SCHEDULES[0], virtual_stages=1)
+        return (
+            point
+            if point.pipeline > 1
+            else dataclasses.replace(point, pipeline_schedule=SCHEDULES[0], virtual_stages=1)
+        )
 
     def __contains__(self, point: Point) -> bool:
         used = [name for name in DIMENSIONS if point.pipeline > 1 or name not in OF_PIPELINES]
@@ -87,7 +91,7 @@ def _defaults(setup: TrialSetup, context: int, microbatch_group: int) -> dict[st
         "strategy": _STRATEGIES + (_OF_SEVERAL_NODES if setup.num_nodes > 1 else ()),
         "tensor": _divisors(setup.devices_per_node),
         "pipeline": tuple(n for n in _divisors(setup.num_devices) if n <= max(1, len(setup.model.blocks))),
-        "schedule": SCHEDULES,
+        "pipeline_schedule": SCHEDULES,
         "virtual_stages": _VIRTUAL_STAGES,
         "context": (context,),
         "microbatch": tuple(n for n in _MICROBATCHES if setup.global_batch % n == 0),
@@ -104,7 +108,7 @@ def _value(name: str, word: str, text: str) -> Any:
     if name == "strategy":
         parse(word)
         return word
-    words = {"schedule": SCHEDULES, "remat": tuple(map(str, Remat))}.get(name)
+    words = {"pipeline_schedule": SCHEDULES, "remat": tuple(map(str, Remat))}.get(name)
     if words is not None:
         if word not in words:
             raise UserError(f"--search {text}: {word!r} is no {name}; there are {', '.join(words)}")

@@ -9,8 +9,8 @@ from amsp_jax.cli.tune.point import Point
 from amsp_jax.engine.context import check_sequence
 from amsp_jax.engine.microbatch_groups import check_group
 from amsp_jax.engine.parallel import ModelParallel
-from amsp_jax.engine.pipeline.schedule import Schedule, assign_blocks
-from amsp_jax.engine.plan import plan_model
+from amsp_jax.engine.pipeline.schedule import PipelineSchedule, assign_blocks
+from amsp_jax.engine.plan import make_plan
 from amsp_jax.errors import UserError
 from amsp_jax.model import Model
 from amsp_jax.run.checks import batch_shape
@@ -70,11 +70,11 @@ class TrialSetup:
         check_sequence(self.seq_len, point.context, point.tensor)
         batch = batch_shape(self.global_batch, point.microbatch, ranks.total, self.seq_len, parallel.total)
         check_group(point.microbatch_group, batch.accumulation, point.pipeline)
-        Schedule(point.schedule, point.pipeline, point.virtual_stages, batch.accumulation)
+        PipelineSchedule(point.pipeline_schedule, point.pipeline, point.virtual_stages, batch.accumulation)
         if point.pipeline > 1:
             assign_blocks(len(self.model.blocks), point.pipeline, point.virtual_stages)
 
     @functools.cache  # noqa: B019
     def _check_cuts(self, parallel: ModelParallel, ranks: DataRanks) -> None:
         """Whether the model can be cut so; the strategy does not matter."""
-        plan_model("ddp", self.model, ranks, parallel=parallel)
+        make_plan("ddp", self.model, ranks=ranks, parallel=parallel)

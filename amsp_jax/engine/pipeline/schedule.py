@@ -81,7 +81,7 @@ class Slots:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """The order in which a pipeline's stages work.
 
     Attributes:
@@ -102,7 +102,7 @@ class Schedule:
     def __post_init__(self) -> None:
         p, v, m = self.num_stages, self.virtual_stages, self.num_microbatches
         if self.name not in NAMES:
-            raise UserError(f"SCHEDULE={self.name!r}: it must be one of {', '.join(NAMES)}")
+            raise UserError(f"PIPELINE_SCHEDULE={self.name!r}: it must be one of {', '.join(NAMES)}")
         if min(p, v, m) < 1:
             raise UserError(f"PIPELINE={p}, VIRTUAL_STAGES={v}, {m} microbatches: each must be at least 1")
         if v > 1 and p == 1:

@@ -1,4 +1,4 @@
-"""The scan over the ticks of a `Schedule`: one program for all stages, for use inside `shard_map`.
+"""The scan over the ticks of a `PipelineSchedule`: one program for all stages, for use inside `shard_map`.
 
 Each half of a tick is one `switch` on the table's entry of this stage. What a half sends travels while the other half
 computes. A tree of one stage is a list: the embedding, one item a slot of its blocks, the head.
@@ -19,7 +19,7 @@ from amsp_jax.engine.blocks import Gather, Remat, run_blocks
 from amsp_jax.engine.collectives import Reduction, param_shard, reduce_accumulated
 from amsp_jax.engine.parallel import STAGE
 from amsp_jax.engine.pipeline.exchange import exchange, exchange_back
-from amsp_jax.engine.pipeline.schedule import Assignment, Kind, Schedule, assign_blocks, forward_alone
+from amsp_jax.engine.pipeline.schedule import Assignment, Kind, PipelineSchedule, assign_blocks, forward_alone
 from amsp_jax.errors import UserError
 from amsp_jax.model import Batch, LossOutput, Model, Params, Part
 
@@ -55,7 +55,7 @@ class Pipeline:
 
     model: Model
     leaves: Params
-    schedule: Schedule
+    schedule: PipelineSchedule
     gather_tree: Gather
     remat: Remat
     assignment: Assignment
@@ -98,7 +98,9 @@ class Pipeline:
         return [embed, *(blocks[self.assignment.blocks(slot)[0]] for slot in slots), head]
 
 
-def make_pipeline(model: Model, leaves: Params, schedule: Schedule, gather_tree: Gather, remat: Remat) -> Pipeline:
+def make_pipeline(
+    model: Model, leaves: Params, schedule: PipelineSchedule, gather_tree: Gather, remat: Remat
+) -> Pipeline:
     """The model on the stages of a schedule.
 
     A stage computes its part once more for the backward pass, from its input. `remat` is about that computation, in

@@ -36,8 +36,8 @@ _WAITING = 0.77
 AT_HEAD = "the head runs"
 Moment = tuple[str, dict[str, int]]
 """What it is called, and the fields of a `MemoryEstimate` that are bytes of temporaries."""
-_STEP_BYTES = 4
-"""The number of the step. The seed is no argument of a model that draws nothing; with it there are 4 bytes more."""
+_COUNTER_BYTES = 8
+"""The number of the step, and the seed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ def argument_bytes(
     return MemoryEstimate(
         master=sum(leaf.num_opt_shard * count for leaf, count in leaf_counts(distinct, plan)) * MASTER_BYTES,
         opt_state=sum(leaf.num_bytes * leaf.count for leaf in stored_opt_state(distinct, plan, optimizer)),
-        batch=batch_bytes + _STEP_BYTES,
+        batch=batch_bytes + _COUNTER_BYTES,
     )
 
 

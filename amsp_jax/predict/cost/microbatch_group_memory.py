@@ -40,8 +40,8 @@ def estimate(
     settings: StepSettings,
     rounds: int,
 ) -> MemoryEstimate:
-    """The peak of a step of `rounds` groups of `settings.group` microbatches; arguments as of `memory.estimate`."""
-    batch_bytes = rounds * settings.group * trace.batch_bytes
+    """The peak of a step of `rounds` groups of microbatches; arguments as of `memory.estimate`."""
+    batch_bytes = rounds * settings.microbatch_group * trace.batch_bytes
     arguments = argument_bytes(distinct, plan, optimizer, batch_bytes)
     return at_peak(arguments, _Moments(distinct, plan, trace, settings, rounds).all())
 
@@ -87,7 +87,7 @@ class _Moments:
         self.embed, self.head = (
             _Part.of(one, leaves, plan, settings) for one, leaves in ((trace.embed, embed), (trace.head, head))
         )
-        self.group, self.rounds, self.tied = settings.group, rounds, distinct.model.tied
+        self.group, self.rounds, self.tied = settings.microbatch_group, rounds, distinct.model.tied
         self.parts = [self.head, *(kinds[kind] for kind in reversed(distinct.order)), self.embed]
         self.saved = running(self.group * part.own.trace.saved_bytes for part in self.parts[1:-1])
         self.flows = self.group * trace.embed.output_bytes

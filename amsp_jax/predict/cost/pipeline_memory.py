@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import optax
 
-from amsp_jax.engine.pipeline.schedule import Kind, Schedule
+from amsp_jax.engine.pipeline.schedule import Kind, PipelineSchedule
 from amsp_jax.engine.plan import Plan
 from amsp_jax.engine.train_step import StepSettings
 from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
@@ -30,7 +30,7 @@ def estimate(
     trace: ModelTrace,
     optimizer: optax.GradientTransformation,
     settings: StepSettings,
-    schedule: Schedule,
+    schedule: PipelineSchedule,
 ) -> MemoryEstimate:
     """The peak of a step.
 
@@ -51,7 +51,12 @@ class _Moments:
     """What is alive, beside the arguments, at the moments that may be the peak."""
 
     def __init__(
-        self, distinct: DistinctBlocks, plan: Plan, trace: ModelTrace, settings: StepSettings, schedule: Schedule
+        self,
+        distinct: DistinctBlocks,
+        plan: Plan,
+        trace: ModelTrace,
+        settings: StepSettings,
+        schedule: PipelineSchedule,
     ) -> None:
         embed, blocks, head = distinct.model.split(plan.leaves)
         wire = plan.compute_dtype, settings.reduction

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from amsp_jax.engine.pipeline.schedule import Half, Kind, Schedule, assign_blocks
+from amsp_jax.engine.pipeline.schedule import Half, Kind, PipelineSchedule, assign_blocks
 from amsp_jax.predict.cost.communication import Phase
 from amsp_jax.predict.cost.timeline import PartTimes, Timeline
 
@@ -34,7 +34,7 @@ class TickCounts:
 
 
 @functools.lru_cache(maxsize=4096)
-def tick_counts(schedule: Schedule) -> TickCounts:
+def tick_counts(schedule: PipelineSchedule) -> TickCounts:
     """Of one step. The last virtual stage goes forward inside its backward half."""
     p, m = schedule.num_stages, schedule.num_microbatches
     groups = max(0, m // p - _GROUPS)
@@ -55,7 +55,7 @@ def _continued(short: Mapping[Pattern, int], longer: Mapping[Pattern, int], kind
 
 
 @functools.lru_cache(maxsize=4096)
-def _counted(schedule: Schedule) -> TickCounts:
+def _counted(schedule: PipelineSchedule) -> TickCounts:
     forward = _patterns(schedule.forward, (Kind.FIRST, Kind.MIDDLE))
     return TickCounts(forward, _patterns(schedule.backward, tuple(Kind)[1:]), schedule.num_ticks)
 
@@ -68,8 +68,8 @@ def _patterns(half: Half, kinds: Sequence[Kind]) -> dict[Pattern, int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def num_slots(schedule: Schedule) -> int:
-    """`Schedule.num_slots`: stage inputs in flight. GPipe keeps all; the others no more in a longer step."""
+def num_slots(schedule: PipelineSchedule) -> int:
+    """`PipelineSchedule.num_slots`: stage inputs in flight. GPipe keeps all; the others no more in a longer step."""
     p, m = schedule.num_stages, schedule.num_microbatches
     if schedule.name == "gpipe":
         return m * schedule.virtual_stages
@@ -205,7 +205,12 @@ def ticks_seconds(counts: TickCounts, times: Mapping[Kind, tuple[float, float]])
 
 
 def pipeline_timeline(
-    schedule: Schedule, chunks: Chunks, parts: Sequence[PartTimes], once: OnceTimes, send_s: float, slowdown: float
+    schedule: PipelineSchedule,
+    chunks: Chunks,
+    parts: Sequence[PartTimes],
+    once: OnceTimes,
+    send_s: float,
+    slowdown: float,
 ) -> Timeline:
     """A step, told from the stage that works longest; what that stage has nothing to do in is the bubble.
 

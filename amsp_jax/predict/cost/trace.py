@@ -20,7 +20,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from amsp_jax.engine.blocks import Gather, Remat, policy, run_blocks
 from amsp_jax.engine.collectives import Reduction
-from amsp_jax.engine.plan import make_plan
+from amsp_jax.engine.plan import plan_parameters
 from amsp_jax.model import Params
 from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
 from amsp_jax.predict.cost.program import (
@@ -186,7 +186,7 @@ class _Tracer:
         self.model, self.remat, self.gather = distinct.model, remat, Gather(dtype, Reduction.of(jnp.float32))
         params = self.model.abstract_params()
         # One device: gathers are the identity, and keep the names that policies look at.
-        leaves = make_plan("ddp", params, DataRanks(1), compute_dtype=dtype).leaves
+        leaves = plan_parameters("ddp", params, DataRanks(1), compute_dtype=dtype).leaves
         self.leaves = self.model.split(leaves)
         self.sinks = self.model.split(params)
         self.shards = self.model.split(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), params))

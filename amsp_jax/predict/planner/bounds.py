@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.parallel import ModelParallel
-from amsp_jax.engine.plan import LARGE_LEAF, MASTER_BYTES, LeafPlan, make_plan
+from amsp_jax.engine.plan import LARGE_LEAF, MASTER_BYTES, LeafPlan, plan_parameters
 from amsp_jax.predict.cost import compute, model_axes
 from amsp_jax.predict.cost.communication import ONCE, Collective, PartPlan, Phase, messages, on_its_stage
 from amsp_jax.predict.cost.memory import ALLOCATOR_MARGIN, GRAD_BYTES
@@ -102,7 +102,7 @@ class Bounds:
         sizes = [values // shards * shards for values in self._large_values(parallel.tensor)]
         params = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
         outer, dtype = dataclasses.replace(parallel, tensor=1), self.scorer.workload.compute_dtype
-        plan = make_plan(strategy_of(degrees), params, degrees.ranks, None, dtype, parallel=outer)
+        plan = plan_parameters(strategy_of(degrees), params, degrees.ranks, None, dtype, parallel=outer)
         leaves: list[LeafPlan] = plan.leaves
         return leaves
 

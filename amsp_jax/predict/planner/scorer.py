@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from amsp_jax.engine.blocks import Remat, reduction_window
 from amsp_jax.engine.microbatch_groups import WINDOW
 from amsp_jax.engine.parallel import ModelParallel
-from amsp_jax.engine.pipeline.schedule import Schedule
-from amsp_jax.engine.plan import LeafPlan, Plan, make_plan
+from amsp_jax.engine.pipeline.schedule import PipelineSchedule
+from amsp_jax.engine.plan import LeafPlan, Plan, plan_parameters
 from amsp_jax.engine.train_step import StepSettings
 from amsp_jax.errors import UserError
 from amsp_jax.model import Params
@@ -112,7 +112,7 @@ class Scorer:
           UserError: the model does not split over the tensor or context ranks.
         """
         splits, dtype = self._splits(parallel), self.workload.compute_dtype
-        return make_plan(
+        return plan_parameters(
             strategy_of(degrees), self._abstract_params, degrees.ranks, None, dtype, parallel=parallel, splits=splits
         )
 
@@ -192,19 +192,19 @@ class Scorer:
             remat=candidate.remat,
             peel_first=self.workload.peel,
             peel_last=self.workload.peel,
-            schedule=candidate.pipeline_schedule,
+            pipeline_schedule=candidate.pipeline_schedule,
             virtual_stages=candidate.virtual_stages,
-            group=candidate.microbatch_group,
+            microbatch_group=candidate.microbatch_group,
         )
 
-    def schedule(self, candidate: Candidate) -> Schedule:
+    def schedule(self, candidate: Candidate) -> PipelineSchedule:
         """Of its pipeline.
 
         Raises:
           UserError: its microbatches do not fill it.
         """
         accumulation = candidate.accumulation(self.workload.global_batch)
-        return Schedule(
+        return PipelineSchedule(
             candidate.pipeline_schedule, candidate.parallel.pipeline, candidate.virtual_stages, accumulation
         )
 

@@ -173,5 +173,8 @@ def gin_lines(estimate: Estimate) -> list[str]:
         return lines
     lines += [f"{name.upper()} = {field_text(candidate, name)}" for name in _CUT]
     if candidate.parallel.pipeline > 1:
-        lines += [f"SCHEDULE = '{candidate.pipeline_schedule}'", f"VIRTUAL_STAGES = {candidate.virtual_stages}"]
+        lines += [
+            f"PIPELINE_SCHEDULE = '{candidate.pipeline_schedule}'",
+            f"VIRTUAL_STAGES = {candidate.virtual_stages}",
+        ]
     return lines
