@@ -20,7 +20,7 @@ SCHEDULES = ("gpipe", "1f1b")
 OBJECTIVES = ("step_time", "paper")
 PLAN_SEARCH = ("microbatch", "remat", "microbatch_group", "tensor", "pipeline", "context", "virtual_stages")
 TUNE_SEARCH = (
-    "strategy", "tensor", "pipeline", "schedule", "virtual_stages", "context", "microbatch", "remat",
+    "strategy", "tensor", "pipeline", "pipeline_schedule", "virtual_stages", "context", "microbatch", "remat",
     "microbatch_group",
 )  # fmt: skip
 CALIBRATE_BUDGET_S = 100.0
