@@ -23,10 +23,11 @@ import pytest
 
 from amsp_jax.run.metrics import TRAIN_FILE, VALIDATION_FILE, read_rows
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
-NUM_KILLS, SEED = 50, 5
+SEED = 5
+# The soak repeats at random; what is hit once, a pass of each aim hits.
+PASS, SOAK = pytest.mark.slow, pytest.mark.soak
+AIMS = ("start-up", "save", "anywhere")
 STEPS, EVERY = 300, 7
 # A life trains for up to this long before it is killed; some lives are stopped by SIGTERM first.
 LONGEST_S, SHARE_OF_STOPS = 0.8, 0.2
@@ -35,7 +36,7 @@ SAVE_S = 0.1
 # What takes longer hangs.
 PATIENCE_S = 60.0
 STOPPED, PEER_LOST = 85, 86
-NUM_PAIR_KILLS, OTHER_ENDS_WITHIN_S = 5, 30.0
+OTHER_ENDS_WITHIN_S = 30.0
 MICRO = [
     "--gin.MODEL=llama-tiny",
     "--gin.MODEL_OVERRIDES={'num_layers':1,'hidden':16,'ffn':32,'num_heads':2,'num_kv_heads':2,'vocab_size':258}",
@@ -180,9 +181,9 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.002)
 
 
-def kill_at_random(life: Life, run_dir: Path, rng: random.Random, start_s: float) -> float:
-    """During the start, during a save, or anywhere after the start. Returns how long a start takes."""
-    before, aim = unfinished(run_dir), rng.choices(["start-up", "save", "anywhere"], [3, 3, 4])[0]
+def kill_at_random(life: Life, run_dir: Path, rng: random.Random, start_s: float, aim: str) -> float:
+    """Kills during the start, during a save, or anywhere after the start. Returns how long a start takes."""
+    before = unfinished(run_dir)
     if aim == "start-up":
         wait_until(life.is_over, rng.uniform(0, start_s))
     else:
@@ -214,11 +215,14 @@ def train_undisturbed(server: Server, argv: list[str], run_dir: Path) -> tuple[R
     return found
 
 
-def test_kills_change_no_number(server: Server, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv, rng, hits = [*MICRO, f"--gin.DATA={data}"], random.Random(SEED), Hits()
+@pytest.mark.parametrize("num_kills", [pytest.param(6, marks=PASS), pytest.param(50, marks=SOAK)])
+def test_kills_change_no_number(
+    server: Server, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], num_kills: int
+) -> None:
+    argv, rng, hits = [*MICRO, f"--gin.DATA={data}"], random.Random(SEED), Hits(num_kills)
     expected = train_undisturbed(server, argv, tmp_path / "undisturbed")
     begin = time.monotonic()
-    while hits.num_kills < NUM_KILLS:
+    while hits.num_kills < num_kills:
         run_dir = tmp_path / f"run{hits.num_runs}"
         while train_and_kill(server, [*argv, f"--gin.RUN_DIR={run_dir}"], run_dir, rng, hits) != 0:
             pass
@@ -227,16 +231,19 @@ def test_kills_change_no_number(server: Server, data: Path, tmp_path: Path, caps
         assert_tidy(run_dir)
     with capsys.disabled():
         print(f"\n{hits} in {time.monotonic() - begin:.0f} s")
-    assert min(hits.kills[what] for what in ("save", "step", "start-up")) >= NUM_KILLS // 16
+    assert min(hits.kills[what] for what in ("save", "step", "start-up")) >= num_kills // 16
+    assert hits.kills["save"] and hits.kills["start-up"]
 
 
 @dataclasses.dataclass
 class Hits:
-    """How many kills there were, by what they hit; and how many runs ended."""
+    """How many kills there were of those wanted, by what they hit; and how many runs ended."""
 
+    num_wanted: int
     kills: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     stops: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     num_runs: int = 0
+    num_lives: int = 0
     start_s: float = 5.0
 
     @property
@@ -252,8 +259,10 @@ def train_and_kill(server: Server, argv: list[str], run_dir: Path, rng: random.R
     """The exit code of one life, which is left alone once there were enough kills."""
     before = unfinished(run_dir)
     life = server.start(*argv)
-    if hits.num_kills < NUM_KILLS:
-        hits.start_s = kill_at_random(life, run_dir, rng, hits.start_s)
+    if hits.num_kills < hits.num_wanted:
+        aim = AIMS[hits.num_lives % len(AIMS)]
+        hits.num_lives += 1
+        hits.start_s = kill_at_random(life, run_dir, rng, hits.start_s, aim)
     code = life.exit_code()
     what = what_was_hit(life, run_dir, before)
     if code == -signal.SIGKILL:
@@ -280,8 +289,9 @@ def start_pair(pair: list[Server], argv: list[str]) -> list[Life]:
     return [server.start(*argv, *place, f"--process_id={index}") for index, server in enumerate(pair)]
 
 
+@pytest.mark.parametrize("num_kills", [pytest.param(2, marks=PASS), pytest.param(6, marks=SOAK)])
 def test_the_kill_of_one_process_ends_the_other(
-    pair: list[Server], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pair: list[Server], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], num_kills: int
 ) -> None:
     argv, rng = [*MICRO, f"--gin.DATA={data}"], random.Random(SEED)
     lives = start_pair(pair, [*argv, f"--gin.RUN_DIR={tmp_path / 'undisturbed'}"])
@@ -290,9 +300,10 @@ def test_the_kill_of_one_process_ends_the_other(
     run_dir, waits = tmp_path / "run", []
     while True:
         lives = start_pair(pair, [*argv, f"--gin.RUN_DIR={run_dir}"])
-        if len(waits) == NUM_PAIR_KILLS:
+        if len(waits) == num_kills:
             break
-        victim, other = rng.sample(lives, 2)
+        # Each of the two in turn.
+        victim, other = lives if len(waits) % 2 else reversed(lives)
         wait_until(lambda lives=lives: has_begun(lives[0], run_dir), PATIENCE_S)
         time.sleep(rng.uniform(0, LONGEST_S))
         victim.kill(signal.SIGKILL)
