@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from amsp_jax.errors import UserError
@@ -164,24 +165,47 @@ class Degrees:
         ]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class Strategy:
     """A sharding for each of the three components.
 
+    Attributes:
+      params, grads, opt_state: a sharding, or its text as `over` takes it.
+      rules: pairs of a regular expression and a strategy or its text, for leaves that differ. The first expression that
+        matches the whole name of a leaf decides; a leaf that none matches has the three shardings above.
+
+    Raises:
+      UserError: a text is no sharding, an expression is not regular, or the strategy of a rule has rules itself.
+
     Example:
-      >>> Strategy(params=FullReplica(), grads=PartialSharding(4), opt_state=FullSharding())
+      >>> Strategy(params="replica", grads="4x1", opt_state="full")
       >>> parse("params=replica grads=4x1 opt_state=full")   # the same
+      >>> Strategy(params="full", grads="full", opt_state="full", rules=[(r"embed\\..*", "zero1")])
     """
 
     params: Sharding
     grads: Sharding
     opt_state: Sharding
+    rules: tuple[tuple[str, Strategy], ...] = ()
+
+    def __init__(
+        self,
+        *,
+        params: Sharding | str | int,
+        grads: Sharding | str | int,
+        opt_state: Sharding | str | int,
+        rules: Iterable[tuple[str, Strategy | str]] = (),
+    ) -> None:
+        for name, value in (("params", params), ("grads", grads), ("opt_state", opt_state)):
+            object.__setattr__(self, name, over(value) if isinstance(value, str | int) else value)
+        object.__setattr__(self, "rules", tuple(_rule(*pair) for pair in rules))
 
     def __str__(self) -> str:
-        return f"params={self.params} grads={self.grads} opt_state={self.opt_state}"
+        rules = "".join(f", {pattern}: {strategy}" for pattern, strategy in self.rules)
+        return f"params={self.params} grads={self.grads} opt_state={self.opt_state}{rules}"
 
     def resolve(self, ranks: DataRanks) -> Degrees:
-        """The three degrees on `ranks`.
+        """The three degrees on `ranks`, of leaves that no rule matches.
 
         Raises:
           UserError: a degree does not fit the ranks, or the dependency rule is broken.
@@ -190,12 +214,43 @@ class Strategy:
             degrees = Degrees(self.params.degree(ranks), self.grads.degree(ranks), self.opt_state.degree(ranks), ranks)
         except UserError as error:
             raise UserError(f"strategy '{self}': {error}") from None
-        _check_rule(self, degrees)
+        _check_dependency(self, degrees)
         return degrees
 
+    def resolve_rules(self, ranks: DataRanks) -> tuple[Degrees, ...]:
+        """The degrees of each rule on `ranks`.
 
-def _check_rule(strategy: Strategy, degrees: Degrees) -> None:
-    """s_params | s_grads | s_opt_state | s_data, inside a node and between nodes."""
+        Raises:
+          UserError: as `resolve`, with the pattern of the rule.
+        """
+        return tuple(_resolved_rule(pattern, strategy, ranks) for pattern, strategy in self.rules)
+
+    def rule_of(self, name: str) -> int | None:
+        """The number of the first rule whose pattern matches the whole name of a leaf; None if no rule does."""
+        return next((i for i, (pattern, _) in enumerate(self.rules) if re.fullmatch(pattern, name)), None)
+
+
+def _rule(pattern: str, strategy: Strategy | str) -> tuple[str, Strategy]:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise UserError(f"rules: {pattern!r} is no regular expression: {error}") from None
+    strategy = parse(strategy)
+    if strategy.rules:
+        raise UserError(f"rules: the strategy of {pattern!r} has rules itself; write them one after another")
+    return pattern, strategy
+
+
+def _resolved_rule(pattern: str, strategy: Strategy, ranks: DataRanks) -> Degrees:
+    try:
+        return strategy.resolve(ranks)
+    except UserError as error:
+        raise UserError(f"rule {pattern!r}: {error}") from None
+
+
+def _check_dependency(strategy: Strategy, degrees: Degrees) -> None:
+    """Raises UserError unless s_params | s_grads | s_opt_state | s_data, inside a node and between nodes."""
+    broken: list[str] = []
     ranks = degrees.ranks
     chain = [
         ("params", degrees.params),
@@ -214,12 +269,32 @@ def _check_rule(strategy: Strategy, degrees: Degrees) -> None:
                 divisors = _divisors(math.gcd(limit, getattr(chain[-1][1], level)))
                 multiples = [d for d in divisors if d % getattr(below, level) == 0]
                 also = "" if multiples else f", where {below_name} divides it"
-                raise UserError(
-                    f"strategy '{strategy}': {small_name}={small} breaks the dependency rule (params divides grads "
-                    f"divides opt_state divides data): {where}, {have} does not divide {what}. "
+                rule = "" if broken else " (params divides grads divides opt_state divides data)"
+                broken.append(
+                    f"{small_name}={small} breaks the dependency rule{rule}: {where}, {have} does not divide {what}. "
                     f"Nearest {small_name} {where}: {_list(_nearest(multiples or divisors, have))}{also}{other}"
                 )
         below_name, below = small_name, small
+    if broken:
+        raise UserError(f"strategy '{strategy}': {'. And '.join(broken)}")
+
+
+def over(ranks: str | int) -> Sharding:
+    """A sharding from a word or a number.
+
+    Args:
+      ranks: `replica`; `node`, all ranks of a node; `all` or `full`, all data ranks; `AxB`, A ranks of a node times B
+        nodes; or a count of ranks, which fill a node before the next is begun.
+
+    Raises:
+      UserError: anything else.
+
+    Example:
+      >>> Strategy(params=over(8), grads=over("node"), opt_state=over("all"))
+    """
+    if isinstance(ranks, bool) or not isinstance(ranks, str | int):
+        raise UserError(f"over({ranks!r}): {_SHARDINGS}")
+    return _parse_sharding(str(ranks), f"over({ranks!r})")
 
 
 def ddp() -> Strategy:
@@ -272,30 +347,92 @@ PRESETS: dict[str, Callable[..., Strategy]] = {
     "hpz": hpz,
     "hfsdp": hfsdp,
 }
-"""Presets by name; those of the second half take an optional number of ranks, `mics(4)`."""
-PRESETS_WITH_RANKS = frozenset({"mics", "hsdp", "hpz", "hfsdp"})
+"""Strategies by name; `register_strategy` adds to them."""
+
+
+def numbers_of(name: str) -> tuple[str, ...]:
+    """The numbers that a preset takes, `("k",)` of `mics(4)`: the parameters of its function."""
+    return tuple(inspect.signature(PRESETS[name]).parameters)
+
+
+def register_strategy(name: str) -> Callable[[Callable[..., Strategy]], Callable[..., Strategy]]:
+    """Gives a function that makes a strategy a name, which is then understood wherever a strategy is a text.
+
+    Args:
+      name: a Python identifier, read without regard to case.
+
+    Returns:
+      A decorator. The parameters of the decorated function have integers as defaults, and become numbers of the text:
+      `mine`, `mine(8)`, `mine(k=8)`.
+
+    Raises:
+      UserError: the name is taken or no identifier, or a parameter has no integer as its default.
+
+    Example:
+      >>> @register_strategy("mine")
+      ... def mine(k: int = 8):
+      ...     return Strategy(params=over(k), grads=over("node"), opt_state=over("all"))
+    """
+    key = name.lower() if isinstance(name, str) else name
+    if not isinstance(key, str) or not key.isidentifier():
+        raise UserError(f"register_strategy({name!r}): a name is letters, digits and underscores, as 'my_strategy'")
+    if key in PRESETS or key == "auto":
+        raise UserError(f"register_strategy({name!r}): there is a strategy of this name; choose another")
+
+    def register(make: Callable[..., Strategy]) -> Callable[..., Strategy]:
+        for parameter in inspect.signature(make).parameters.values():
+            if type(parameter.default) is not int:
+                raise UserError(
+                    f"register_strategy({name!r}): parameter {parameter.name} of {make.__name__} needs an integer as "
+                    f"its default, as in '{parameter.name}: int = 8'"
+                )
+        PRESETS[key] = make
+        return make
+
+    return register
+
 
 _COMPONENTS = ("params", "grads", "opt_state")
-_WORDS: dict[str, Sharding] = {"replica": FullReplica(), "node": NodeSharding(), "full": FullSharding()}
+_WORDS: dict[str, Sharding] = {
+    "replica": FullReplica(),
+    "node": NodeSharding(),
+    "full": FullSharding(),
+    "all": FullSharding(),
+}
 _MOST_DIGITS = 9
+_SHARDINGS = "write replica, node, full, AxB (A ranks of a node times B nodes) or a count of ranks"
 _SYNTAX = (
     "a preset such as 'zero3' or 'mics(4)', or 'params=... grads=... opt_state=...' "
     "with replica, node, full, AxB or a count"
 )
 
 
-def parse(text: str | Strategy) -> Strategy:
+def parse(text: str | Strategy, rules: Mapping[str, Strategy | str] | None = None) -> Strategy:
     """A strategy from its text: a preset (`zero3`, `mics(4)`) or `params=replica grads=4x1 opt_state=full`.
 
+    Args:
+      text: or a strategy.
+      rules: strategies of leaves that differ, by pattern; see `Strategy`.
+
     Raises:
-      UserError: an unknown preset, component or sharding.
+      UserError: an unknown preset, component or sharding; or rules beside a strategy that has its own.
     """
-    if isinstance(text, Strategy):
-        return text
+    strategy = text if isinstance(text, Strategy) else _parse(text)
+    if not rules:
+        return strategy
+    if strategy.rules:
+        raise UserError(f"strategy '{text}' has rules of its own; give rules in one place")
+
+    return Strategy(params=strategy.params, grads=strategy.grads, opt_state=strategy.opt_state, rules=rules.items())
+
+
+def _parse(text: str) -> Strategy:
+    if not isinstance(text, str):
+        raise UserError(f"strategy {text!r}: it is a text or a Strategy. Write {_SYNTAX}")
     stripped = text.strip()
-    if "=" in stripped:
+    match = re.fullmatch(r"(\w+)\s*(?:\((.*)\))?", stripped)
+    if "=" in stripped and not match:
         return _parse_components(stripped)
-    match = re.fullmatch(r"(\w+)\s*(?:\(\s*(\d*)\s*\))?", stripped)
     name = match.group(1).lower() if match else stripped
     if not match or name not in PRESETS:
         hint = difflib.get_close_matches(name, PRESETS, 1)
@@ -303,11 +440,28 @@ def parse(text: str | Strategy) -> Strategy:
             f"strategy '{text}': unknown preset{f'; did you mean {hint[0]!r}?' if hint else '.'} "
             f"Presets: {', '.join(PRESETS)}. Write {_SYNTAX}"
         )
-    if match.group(2):
-        if name not in PRESETS_WITH_RANKS:
-            raise UserError(f"strategy '{text}': {name} takes no number of ranks; write '{name}'")
-        return PRESETS[name](_positive(match.group(2), text))
-    return PRESETS[name]()
+    made = PRESETS[name](**_numbers(name, match.group(2) or "", text))
+    if not isinstance(made, Strategy):
+        raise UserError(f"strategy '{text}': the function of {name} returned {made!r}, which is no Strategy")
+    return made
+
+
+def _numbers(name: str, inside: str, text: str) -> dict[str, int]:
+    """The numbers inside a preset's parentheses, by the names of its parameters."""
+    names, found = numbers_of(name), dict[str, int]()
+    words = [word.strip() for word in inside.split(",")] if inside.strip() else []
+    if words and not names:
+        raise UserError(f"strategy '{text}': {name} takes no number of ranks; write '{name}'")
+    for place, word in enumerate(words):
+        key, is_named, value = word.rpartition("=")
+        key = key.strip() if is_named else names[place] if place < len(names) else ""
+        if key not in names or key in found or not value.strip().isdecimal():
+            example = ", ".join(f"{one}=8" for one in names)
+            raise UserError(
+                f"strategy '{text}': '{word}' is no number of {name}; write '{name}' or '{name}({example})'"
+            )
+        found[key] = _positive(value.strip(), f"strategy '{text}'")
+    return found
 
 
 def _parse_components(text: str) -> Strategy:
@@ -317,31 +471,29 @@ def _parse_components(text: str) -> Strategy:
         if name not in _COMPONENTS or name in found or not value:
             problem = "given twice" if name in found else "not a component with a value"
             raise UserError(f"strategy '{text}': '{word}' is {problem}; each of {', '.join(_COMPONENTS)} once")
-        found[name] = _parse_sharding(value, text)
+        found[name] = _parse_sharding(value, f"strategy '{text}'")
     missing = [name for name in _COMPONENTS if name not in found]
     if missing:
         raise UserError(f"strategy '{text}': {', '.join(missing)} missing; each of {', '.join(_COMPONENTS)} once")
-    return Strategy(**found)
+    return Strategy(params=found["params"], grads=found["grads"], opt_state=found["opt_state"])
 
 
-def _parse_sharding(value: str, text: str) -> Sharding:
-    if value in _WORDS:
-        return _WORDS[value]
-    if match := re.fullmatch(r"(\d+)x(\d+)", value):
-        return PartialSharding(_positive(match.group(1), text), _positive(match.group(2), text))
-    if value.isdecimal():
-        return RankSharding(_positive(value, text))
-    raise UserError(
-        f"strategy '{text}': '{value}' is no sharding; write replica, node, full, "
-        "AxB (A ranks of a node times B nodes) or a count of ranks"
-    )
+def _parse_sharding(value: str, where: str) -> Sharding:
+    word = value.strip().lower()
+    if word in _WORDS:
+        return _WORDS[word]
+    if match := re.fullmatch(r"(\d+)[x×](\d+)", word):
+        return PartialSharding(_positive(match.group(1), where), _positive(match.group(2), where))
+    if word.isdecimal():
+        return RankSharding(_positive(word, where))
+    raise UserError(f"{where}: '{value}' is no sharding; {_SHARDINGS}")
 
 
-def _positive(digits: str, text: str) -> int:
+def _positive(digits: str, where: str) -> int:
     if len(digits) > _MOST_DIGITS:
-        raise UserError(f"strategy '{text}': a degree has at most {_MOST_DIGITS} digits, not {len(digits)}")
+        raise UserError(f"{where}: a degree has at most {_MOST_DIGITS} digits, not {len(digits)}")
     if (number := int(digits)) < 1:
-        raise UserError(f"strategy '{text}': a degree is at least 1, not {number}")
+        raise UserError(f"{where}: a degree is at least 1, not {number}")
     return number
 
 

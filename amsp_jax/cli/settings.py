@@ -32,7 +32,7 @@ from amsp_jax.models.attention import AttentionChoice, choose_attention
 from amsp_jax.models.registry import MODELS, model_config
 from amsp_jax.run.config import FIELDS, TrainConfig, did_you_mean, kinds_of
 from amsp_jax.runtime import launch
-from amsp_jax.strategy import PRESETS, PRESETS_WITH_RANKS
+from amsp_jax.strategy import PRESETS, numbers_of
 
 # The package's own files, in a checkout and in an installed wheel alike: `configs` is a folder of the package.
 PACKAGE = Path(str(importlib.resources.files("amsp_jax")))
@@ -235,13 +235,17 @@ def build_model(config: TrainConfig, device: jax.Device | None = None) -> BuiltM
     return BuiltModel(model=model, vocab_size=sizes.vocab_size, attention=attention.reason)
 
 
+def _preset_words(name: str) -> str:
+    """A preset with the numbers that it takes, `mics(k)`."""
+    numbers = ", ".join(numbers_of(name))
+    return f"{name}({numbers})" if numbers else name
+
+
 def help_text() -> str:
     """What `python train.py --help` prints."""
     defaults = TrainConfig().settings()
     settings = [f"  {name.upper():<27} {defaults[name]:<16} {spell(text)}" for name, text in _explained()]
-    presets = [
-        f"  {name + ('(k)' if name in PRESETS_WITH_RANKS else ''):<11} {_first_line(PRESETS[name])}" for name in PRESETS
-    ]
+    presets = [f"  {_preset_words(name):<11} {_first_line(PRESETS[name])}" for name in PRESETS]
     return "\n".join(
         [
             "python train.py [--gin_file=FILE]... [--gin.NAME=VALUE]...",

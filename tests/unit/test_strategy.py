@@ -5,7 +5,6 @@ import pytest
 from amsp_jax.errors import UserError
 from amsp_jax.strategy import (
     PRESETS,
-    PRESETS_WITH_RANKS,
     DataRanks,
     Degree,
     FullReplica,
@@ -19,6 +18,7 @@ from amsp_jax.strategy import (
     hfsdp,
     hpz,
     mics,
+    numbers_of,
     parse,
     zero1,
     zero2,
@@ -135,7 +135,7 @@ def message(text, ranks=None):
         ("xyz", ["strategy 'xyz': unknown preset. Presets: "]),
         ("", ["strategy '': unknown preset. Presets: "]),
         ("mics(4", ["strategy 'mics(4': unknown preset"]),
-        ("mics(-4)", ["strategy 'mics(-4)': unknown preset"]),
+        ("mics(-4)", ["strategy 'mics(-4)': '-4' is no number of mics; write 'mics' or 'mics(k=8)'"]),
         ("zero3(4)", ["strategy 'zero3(4)': zero3 takes no number of ranks; write 'zero3'"]),
         ("mics(0)", ["strategy 'mics(0)': a degree is at least 1, not 0"]),
         ("params=full grads=full", ["opt_state missing", "each of params, grads, opt_state once"]),
@@ -248,7 +248,7 @@ def test_triples_that_fill_the_node_first_are_as_many_as_in_the_paper(nodes, cou
 
 
 def test_presets_that_take_a_count_do():
-    for name in PRESETS_WITH_RANKS:
+    for name in filter(numbers_of, PRESETS):
         assert degrees(f"{name}(4)").startswith("4x1")
 
 
