@@ -405,9 +405,14 @@ def test_a_bad_tokenizer_file_is_named(tmp_path):
         ({"a.npy": np.zeros(16, int)}, "a.npy", {}, "needs 17 tokens and there are 16"),
         ({"a.npy": np.arange(301)}, "a.npy", {}, r"id 300 at \[300\], outside the model's vocabulary of 300"),
         ({"a.npy": np.array([[1, 2], [3, -1]])}, "a.npy", {}, r"id -1 at \[1, 1\]"),
-        ({"a.bin": b"abc"}, "a.bin", {}, "3 bytes, which is no positive multiple of 2 "),
+        ({"a.bin": b"abc"}, "a.bin", {}, "3 bytes, which is no multiple of 2 "),
         ({"a.bin": b""}, "a.bin", {}, "0 bytes"),
-        ({"a.bin": np.arange(40, dtype="<u4")}, "a.bin", {}, "every second id is 0: it holds uint32"),
+        (
+            {"a.bin": np.arange(40, dtype="<u4")},
+            "a.bin",
+            {},
+            "every second id is 0. It holds uint32: rename it to a.uint32.bin",
+        ),
     ],
 )
 def test_mistakes(tmp_path, monkeypatch, files, data, changes, message):

@@ -16,6 +16,7 @@ import tokenizers
 from amsp_jax.errors import UserError
 from amsp_jax.run.data.cache import cached, open_cache
 from amsp_jax.run.data.paths import printable
+from amsp_jax.run.data.progress import Progress
 from amsp_jax.run.data.scans import remembered
 from amsp_jax.run.data.sources import OnCorrupt, Summary, TextSource, open_text
 from amsp_jax.run.data.token_files import TOKEN_SUFFIXES, TokenFile, check_ids, open_npy, open_tokens, scan
@@ -96,7 +97,7 @@ def open_dataset(
         `TokenDataset.rows` raises it when the corpus or the cache disappears or changes while it is read.
     """
     _check_numbers(seq_len, global_batch, seed, validation_fraction)
-    if Path(data).suffix in TOKEN_SUFFIXES:
+    if Path(data).suffix.lower() in TOKEN_SUFFIXES:
         _check_end(end_of_document, vocab_size)
         _refuse_skip(data, on_corrupt)
         corpus = _open_token_corpus(data, vocab_size, end_of_document, cache_dir)
@@ -113,7 +114,12 @@ def open_dataset(
         TokenDataset(windows=windows, global_batch=global_batch, seed=order, num_documents=count)
         for windows, order, count in zip(parts, (seed, None), corpus.num_documents, strict=True)
     )
-    lines = [*corpus.lines, f"train: {train.describe()}", f"validation: {validation.describe()}"]
+    lines = [
+        *corpus.lines,
+        *_repeats(parts[0], global_batch),
+        f"train: {train.describe()}",
+        f"validation: {validation.describe()}",
+    ]
     return Datasets(
         train=train,
         validation=validation,
@@ -163,6 +169,15 @@ def _check_length(data: str, tokens: TokenFile, seq_len: int) -> None:
             f"a sequence of {seq_len} tokens is longer than the training corpus {data!r}: a row needs {seq_len + 1} "
             f"tokens and there are {length}. Use shorter sequences or more text."
         )
+
+
+def _repeats(train: Windows, global_batch: int) -> list[str]:
+    if global_batch <= len(train):
+        return []
+    return [
+        f"note: global_batch={global_batch} is more than the {len(train)} training windows of the corpus: a step reads "
+        f"each window {global_batch / len(train):.1f} times; use a smaller batch, shorter sequences or more text"
+    ]
 
 
 def _split_windows(everything: Windows, fraction: float) -> list[Windows]:
@@ -291,7 +306,8 @@ def _write_tokens(
     """Writes `train.npy` and `validation.npy`: documents one after the other, each with its end of document."""
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     with _NpyWriter(folder / "train.npy", dtype) as train, _NpyWriter(folder / "validation.npy", dtype) as validation:
-        for number, ids in tokenizer.encode_documents(source.documents(summary)):
+        documents = source.documents(summary, Progress("tokenising", summary.num_bytes, "bytes"))
+        for number, ids in tokenizer.encode_documents(documents):
             (validation if is_validation[number] else train).append(ids)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,6 +34,43 @@ def existing(data: str) -> Path:
     if not path.is_file() and not path.is_dir():
         raise UserError(f"data {_shortened(data)} is neither a file nor a folder. Write what it gives into a file.")
     return path
+
+
+def visible_files(folder: Path) -> tuple[list[Path], int]:
+    """All files below `folder` whose path has no hidden part, sorted by path, and how many links were left out.
+
+    Links are followed. A file or folder that two paths lead to is listed once, at the first of them.
+
+    Raises:
+      UserError: a folder cannot be read, or a link leads nowhere.
+    """
+    seen: set[tuple[int, int] | str] = set()
+    files: list[Path] = []
+    num_left_out = 0
+    waiting = [folder]
+    while waiting:
+        path = waiting.pop()
+        try:
+            status = path.stat()
+            is_folder = stat.S_ISDIR(status.st_mode)
+            found = sorted(path.iterdir(), reverse=True) if is_folder else []
+        except OSError as error:
+            if path.is_symlink() and isinstance(error, FileNotFoundError):
+                raise UserError(
+                    f"data file {path} is a link to {os.readlink(path)}, which does not exist. Bring that back, or "
+                    "remove the link."
+                ) from error
+            raise unreadable(path, error) from error
+        # Some network file systems number no files.
+        key = (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(path)
+        if key in seen:
+            num_left_out += 1
+        elif is_folder or stat.S_ISREG(status.st_mode):
+            seen.add(key)
+            files += [] if is_folder else [path]
+            # The last in is the first out: the order is that of the paths.
+            waiting += [inner for inner in found if not inner.name.startswith(".")]
+    return sorted(files), num_left_out
 
 
 def unreadable(path: Path, error: OSError) -> UserError:

@@ -8,18 +8,22 @@ import dataclasses
 import hashlib
 import json
 import platform
+import re
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 from amsp_jax.errors import UserError
-from amsp_jax.run.data.paths import STDLIB, existing, printable, unreadable
+from amsp_jax.run.data.paths import STDLIB, existing, printable, unreadable, visible_files
+from amsp_jax.run.data.progress import Progress
 
 OnCorrupt = Literal["stop", "skip"]
 """Whether a corrupt record or text ends the start, or is left out and counted."""
 
+JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
 _HEAD_BYTES = 1 << 13
+_ARRAY_OF_RECORDS = re.compile(rb'\s*\[\s*\{[^}]*"text"\s*:')
 # Of a corpus that is corrupt all over, no more are named.
 _MAX_NAMED = 10_000
 
@@ -72,8 +76,11 @@ class TextSource:
             if num_corrupt <= _MAX_NAMED:
                 corrupt.append(printable(what))
 
+        progress = Progress("reading text", _total_bytes(self.files), "bytes")
         for document in self.read(left_out):
-            num_bytes += digest.add(document)
+            added = digest.add(document)
+            num_bytes += added
+            progress.add(added)
         if not digest.num_documents:
             besides = f"; {num_corrupt} are corrupt, the first is {corrupt[0]}" if corrupt else ""
             raise UserError(
@@ -87,8 +94,8 @@ class TextSource:
             corrupt=tuple(corrupt),
         )
 
-    def documents(self, summary: Summary) -> Iterator[str]:
-        """The documents that the summary is of.
+    def documents(self, summary: Summary, progress: Progress | None = None) -> Iterator[str]:
+        """The documents that the summary is of, counted in bytes by `progress`.
 
         Raises:
           UserError: they are others by now.
@@ -97,13 +104,24 @@ class TextSource:
         for document in self.read(lambda _: None):
             if digest.num_documents == summary.num_documents:
                 raise self._changed()
-            digest.add(document)
+            num_bytes = digest.add(document)
+            if progress:
+                progress.add(num_bytes)
             yield document
         if digest.hex() != summary.digest:
             raise self._changed()
 
     def _changed(self) -> UserError:
         return UserError(f"data {self.name!r} was changed while it was read. Start again when nothing writes to it.")
+
+
+def _total_bytes(files: Sequence[Path]) -> int:
+    """Bytes of all files; one that is gone is named when it is read."""
+    total = 0
+    for file in files:
+        with contextlib.suppress(OSError):
+            total += file.stat().st_size
+    return total
 
 
 class _Digest:
@@ -126,8 +144,9 @@ class _Digest:
 def open_text(data: str, on_corrupt: OnCorrupt = "stop") -> TextSource:
     """Resolves `stdlib`, a folder, a `.jsonl` file or a text file.
 
-    In a folder every visible file that is UTF-8 is a document, and every record of its `.jsonl` files; the
-    order is that of the paths. The source's name says how many files were passed over.
+    In a folder every visible file that is UTF-8 is a document, and every record of its JSON lines, which are told by
+    their names or their first line. Links are followed, and nothing is read twice; the order is that of the paths. The
+    source's name says how many files were passed over.
 
     Args:
       data: one of these.
@@ -144,17 +163,16 @@ def open_text(data: str, on_corrupt: OnCorrupt = "stop") -> TextSource:
         if not _is_text(path):
             raise UserError(f"data file {data!r} is not UTF-8 text. Convert it, or give token ids as .npy or .bin.")
         return TextSource(data, [path], _reader([path], on_corrupt))
-    files = _visible_files(path)
+    files, num_links = visible_files(path)
     texts = [file for file in files if _is_text(file)]
     if not texts:
         raise UserError(
             f"data folder {data!r} holds no text: 0 of its {len(files)} files are UTF-8. Hidden files do not count, "
             "and a .npy or .bin file of token ids is named itself."
         )
-    passed_over = (
-        f" ({len(files) - len(texts)} of {len(files)} files are not UTF-8 text)" if len(files) > len(texts) else ""
-    )
-    return TextSource(data + passed_over, texts, _reader(texts, on_corrupt))
+    notes = [f"{len(files) - len(texts)} of {len(files)} files are not UTF-8 text"] if len(files) > len(texts) else []
+    notes += [f"{num_links} links to what is read already are left out"] if num_links else []
+    return TextSource(data + (f" ({'; '.join(notes)})" if notes else ""), texts, _reader(texts, on_corrupt))
 
 
 def _stdlib_files() -> list[Path]:
@@ -171,20 +189,10 @@ def _stdlib_documents(left_out: Callable[[str], None]) -> Iterator[str]:
             yield from filter(None, [_read(path).decode()])
 
 
-def _visible_files(folder: Path) -> list[Path]:
-    """All files below `folder` whose path has no hidden part, sorted by path."""
-    try:
-        files = [path for path in folder.rglob("*") if path.is_file()]
-    except OSError as error:
-        raise unreadable(Path(error.filename or folder), error) from error
-    return sorted(f for f in files if not any(part.startswith(".") for part in f.relative_to(folder).parts))
-
-
 def _reader(files: Sequence[Path], on_corrupt: OnCorrupt) -> Callable[[Callable[[str], None]], Iterator[str]]:
     def read(left_out: Callable[[str], None]) -> Iterator[str]:
         for path in files:
-            documents = _records if path.suffix == ".jsonl" else _whole_text
-            yield from documents(path, left_out if on_corrupt == "skip" else None)
+            yield from _documents_of(path)(path, left_out if on_corrupt == "skip" else None)
 
     return read
 
@@ -208,13 +216,9 @@ def _whole_text(path: Path, left_out: Callable[[str], None] | None) -> Iterator[
 
 def _is_text(path: Path) -> bool:
     """Whether a file looks like UTF-8 by its first kilobytes; a `.jsonl` is read, so that its bad lines are named."""
-    if path.suffix == ".jsonl":
+    if path.suffix.lower() in JSON_LINES_SUFFIXES:
         return True
-    try:
-        with path.open("rb") as file:
-            head = file.read(_HEAD_BYTES)
-    except OSError as error:
-        raise unreadable(path, error) from error
+    head = _head(path)
     # Not final: the read may have cut the last character.
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
@@ -222,6 +226,32 @@ def _is_text(path: Path) -> bool:
     except UnicodeDecodeError:
         return False
     return b"\0" not in head
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(_HEAD_BYTES)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _documents_of(path: Path) -> Callable[[Path, Callable[[str], None] | None], Iterator[str]]:
+    """How a file is read: record by record by its name, or since its content begins as records do; else whole."""
+    suffix = path.suffix.lower()
+    if suffix in JSON_LINES_SUFFIXES:
+        return _records
+    if suffix == ".json" and _ARRAY_OF_RECORDS.match(_head(path)):
+        return _array_records
+    first = next((line for line in _lines(path) if line.strip()), b"")
+    # Cheap for what is no JSON: a line of other text is not parsed.
+    if not first.lstrip().startswith(b"{"):
+        return _whole_text
+    try:
+        _record_text(first)
+    except ValueError:
+        return _whole_text
+    return _records
 
 
 def _read(path: Path) -> bytes:
@@ -238,17 +268,30 @@ def _records(path: Path, left_out: Callable[[str], None] | None) -> Iterator[str
       UserError: where `left_out` is None, after the last line, if any line was corrupt: how many, and where the
         first one is.
     """
+    numbered = enumerate(_lines(path), start=1)
+    yield from _texts(((f"{path}:{number}", line) for number, line in numbered if line.strip()), left_out)
+
+
+def _array_records(path: Path, left_out: Callable[[str], None] | None) -> Iterator[str]:
+    """The texts of a file that is one JSON array of records, as `_records`; the file is read into memory."""
+    try:
+        array = json.loads(_read(path))
+    except (ValueError, RecursionError):
+        array = [None]
+    records = (json.dumps(record).encode() for record in array)
+    yield from _texts(((f"{path}, record {i}", record) for i, record in enumerate(records, start=1)), left_out)
+
+
+def _texts(records: Iterable[tuple[str, bytes]], left_out: Callable[[str], None] | None) -> Iterator[str]:
     num_records = num_corrupt = 0
     first = ""
-    for number, line in enumerate(_lines(path), start=1):
-        if not line.strip():
-            continue
+    for place, record in records:
         num_records += 1
         try:
-            text = _record_text(line)
+            text = _record_text(record)
         except ValueError as error:
             num_corrupt += 1
-            what = f"{path}:{number}: {error}"
+            what = f"{place}: {error}"
             first = first or what
             if left_out is not None:
                 left_out(what)

@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 
 from amsp_jax.errors import UserError
+from amsp_jax.run.data.bin_files import HEAD_BYTES, check_content, named_dtype
 from amsp_jax.run.data.paths import existing, unreadable
+from amsp_jax.run.data.progress import Progress
 
 TOKEN_SUFFIXES = (".npy", ".bin")
 
@@ -103,15 +105,14 @@ def _stamp(status: os.stat_result) -> tuple[int, int, int]:
 def open_tokens(data: str, vocab_size: int) -> TokenFile:
     """Opens a file of token ids as `[num_rows, length]`, one row if the file has one dimension.
 
-    A `.npy` file has one or two dimensions of any integer type. A `.bin` file is a bare little-endian array:
-    uint16 if its name ends in `.uint16.bin`, uint32 if in `.uint32.bin`, else uint16 for vocabularies of up to
-    65,536 and uint32 above.
+    A `.npy` file has one or two dimensions of any integer type. A `.bin` file is a bare little-endian array of the
+    type that its name says, such as `ids.int64.bin`, else of uint16 for vocabularies of up to 65,536 and uint32 above.
 
     Raises:
       UserError: the file is missing, empty, or of another type or shape.
     """
     path = existing(data)
-    return open_npy(path) if path.suffix == ".npy" else _open_raw(path, vocab_size)
+    return open_npy(path) if path.suffix.lower() == ".npy" else _open_raw(path, vocab_size)
 
 
 def open_npy(path: Path) -> TokenFile:
@@ -147,31 +148,30 @@ def _short(value: object) -> str:
 
 
 def _open_raw(path: Path, vocab_size: int) -> TokenFile:
-    small = path.name.endswith(".uint16.bin") or (vocab_size <= 1 << 16 and not path.name.endswith(".uint32.bin"))
-    dtype = np.dtype("<u2" if small else "<u4")
-    num_bytes = path.stat().st_size
-    if num_bytes % dtype.itemsize or not num_bytes:
-        raise UserError(
-            f"token file {path} has {num_bytes:,} bytes, which is no positive multiple of {dtype.itemsize} "
-            f"({dtype.name}). Name it .uint16.bin or .uint32.bin after the type it holds."
-        )
-    tokens = TokenFile(path, dtype, (1, num_bytes // dtype.itemsize), 0)
-    head = tokens[0, : 1 << 20]
-    if small and num_bytes % 4 == 0 and not head[1::2].any() and head[::2].any():
-        raise UserError(
-            f"token file {path} was read as uint16 and every second id is 0: it holds uint32. Name it .uint32.bin to "
-            "say so."
-        )
-    return tokens
+    dtype, num_bytes = named_dtype(path, vocab_size), path.stat().st_size
+    if not num_bytes:
+        raise UserError(f"token file {path} is empty: 0 bytes.")
+    check_content(path, _head(path), num_bytes, dtype, vocab_size)
+    return TokenFile(path, dtype, (1, num_bytes // dtype.itemsize), 0)
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(HEAD_BYTES)
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def scan(tokens: TokenFile) -> tuple[str, int, int]:
     """`(digest of the ids, place of the smallest, place of the largest)`, in one pass over the file."""
     digest = hashlib.blake2b(repr((tokens.dtype.str, tokens.shape)).encode(), digest_size=16)
     low, high = (math.inf, 0), (-math.inf, 0)
+    progress = Progress("reading token ids", tokens.size, "ids")
     for start in range(0, tokens.size, _CHUNK_IDS):
         ids = tokens.read(start, min(_CHUNK_IDS, tokens.size - start))
         digest.update(ids.data)
+        progress.add(len(ids))
         first, last = int(ids.argmin()), int(ids.argmax())
         low = min(low, (int(ids[first]), start + first))
         high = max(high, (int(ids[last]), start + last), key=lambda found: found[0])
