@@ -38,13 +38,13 @@ _HOME = {
     "make_plan": "engine.plan",
     "make_learning_rate": "engine.learning_rate",
     "make_optimizer": "engine.optimizer",
-    "Remat": "engine.blocks",
+    "Remat": "engine.rematerialization",
     "TrainState": "engine.state",
     "abstract_state": "engine.state",
     "init_state": "engine.state",
     "reshard": "engine.state",
-    "StepSettings": "engine.train_step",
-    "make_eval_step": "engine.train_step",
+    "StepSettings": "engine.step_settings",
+    "make_eval_step": "engine.eval_step",
     "make_train_step": "engine.train_step",
 }
 """The module of each public name that needs jax."""

@@ -26,7 +26,7 @@ from amsp_jax.cli import exits
 from amsp_jax.engine.mesh import level
 from amsp_jax.engine.plan import Plan, make_plan
 from amsp_jax.engine.state import TrainState
-from amsp_jax.engine.train_step import StepSettings
+from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.model import Batch, Model
 from amsp_jax.runtime import launch
 from amsp_jax.strategy import DataRanks

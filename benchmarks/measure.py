@@ -27,7 +27,8 @@ from amsp_jax.compile import xla_flags
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.plan import Plan, make_plan
 from amsp_jax.engine.state import TrainState, abstract_state, init_state
-from amsp_jax.engine.train_step import StepSettings, make_train_step
+from amsp_jax.engine.step_settings import StepSettings
+from amsp_jax.engine.train_step import make_train_step
 from amsp_jax.errors import UserError
 from amsp_jax.model import Model
 from amsp_jax.models.attention import choose_attention

@@ -25,10 +25,10 @@ import jax.numpy as jnp
 
 from amsp_jax.cli import exits
 from amsp_jax.compile import ahead_of_time
-from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.plan import make_plan
-from amsp_jax.engine.train_step import StepSettings
+from amsp_jax.engine.rematerialization import Remat
+from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.models.registry import build_model
 from amsp_jax.predict.cost import memory, microbatch_group_memory
 from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks

@@ -11,7 +11,7 @@ from typing import Any
 
 from rows import Row
 
-from amsp_jax.engine.train_step import StepSettings
+from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.strategy import DataRanks, Degrees, all_degrees, parse
 
 SETTINGS = StepSettings()

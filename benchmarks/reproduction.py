@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import reproduction_frontier  # noqa: E402
 
-from amsp_jax.engine.blocks import Remat  # noqa: E402
 from amsp_jax.engine.optimizer import make_optimizer  # noqa: E402
+from amsp_jax.engine.rematerialization import Remat  # noqa: E402
 from amsp_jax.models.registry import build_model  # noqa: E402
 from amsp_jax.predict.cluster import named_cluster  # noqa: E402
 from amsp_jax.predict.cost import amsp  # noqa: E402

@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from papers import frontier, megatron
 
 from amsp_jax.cli import settings as cli
-from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.parallel import ModelParallel
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.models.registry import build_model
 from amsp_jax.predict.cluster import named_cluster
 from amsp_jax.predict.planner import Candidate, Estimate, Scorer, Workload

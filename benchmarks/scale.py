@@ -33,10 +33,10 @@ from amsp_jax.cli import exits
 from amsp_jax.compile import ahead_of_time, hlo
 from amsp_jax.compile.hlo.collectives import operations
 from amsp_jax.compile.hlo.text import parse
-from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.learning_rate import make_learning_rate
 from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.engine.plan import Plan, make_plan
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.models.registry import build_model
 from amsp_jax.predict.cost.trace import cudnn_assumed
 

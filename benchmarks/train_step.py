@@ -28,7 +28,8 @@ from amsp_jax.cli import exits, parsing
 from amsp_jax.compile import ahead_of_time, xla_flags
 from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.engine.plan import Plan, make_plan
-from amsp_jax.engine.train_step import Remat, StepSettings
+from amsp_jax.engine.rematerialization import Remat
+from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.model import Model
 from amsp_jax.models.registry import build_model
 

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 from amsp_jax.engine.optimizer import make_optimizer, to_true
 from amsp_jax.engine.plan import Plan, make_plan
 from amsp_jax.engine.state import TrainState, abstract_state, init_state, true_state
-from amsp_jax.engine.train_step import StepSettings, make_grad_fn, make_update_fn
+from amsp_jax.engine.step_settings import StepSettings
+from amsp_jax.engine.train_step import make_grad_fn, make_update_fn
 from amsp_jax.model import Model, Params, Part
 from amsp_jax.models.registry import build_model
 from amsp_jax.strategy import DataRanks, Strategy

@@ -30,7 +30,7 @@ from parallel_table import Row
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.plan import Plan, make_plan
 from amsp_jax.engine.state import TrainState
-from amsp_jax.engine.train_step import StepSettings
+from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.model import Model
 from amsp_jax.models.registry import build_model
 from amsp_jax.strategy import DataRanks

@@ -28,7 +28,8 @@ from jax.experimental import topologies
 from amsp_jax.compile import xla_flags
 from amsp_jax.engine.plan import Plan
 from amsp_jax.engine.state import abstract_state
-from amsp_jax.engine.train_step import StepSettings, make_train_step
+from amsp_jax.engine.step_settings import StepSettings
+from amsp_jax.engine.train_step import make_train_step
 from amsp_jax.errors import UserError
 from amsp_jax.model import Model
 from amsp_jax.predict.cost.trace import cudnn_assumed

@@ -1,8 +1,8 @@
-"""The collectives of one leaf, for use inside `shard_map`. Those over no axes vanish.
+"""The collectives of one leaf, for use inside `shard_map`. A collective over no axes vanishes.
 
-A gradient reaches `gather` backwards and leaves it as the cotangent of `sink`, a float32 array of the shape of
-the leaf's gradient shard: so it is summed in the dtype of the `Reduction`, kept in float32 and never rounded again,
-whatever the compute dtype. Between nodes it may travel in a narrower one: see `Reduction`.
+A gradient reaches `gather` backwards and leaves it as the cotangent of `sink`, a float32 array of the shape of the
+leaf's gradient shard. So the gradient is summed in the dtype of the `Reduction`, kept in float32 and never rounded
+again, whatever the compute dtype. Differentiating a bfloat16 all-gather would reduce, and return, bfloat16.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from amsp_jax.engine.mesh import level
 from amsp_jax.engine.plan import LeafPlan, crop, pad
+from amsp_jax.engine.trees import Grad, GradShard, Master, OptGrad, Param, ParamShard, Sink
 from amsp_jax.errors import UserError
 
 Axes = tuple[str, ...]
@@ -39,10 +40,10 @@ class Reduction:
 
     Attributes:
       dtype: of the sums.
-      inter_node_dtype: on the wire between nodes, where gradients are sharded over them.
+      inter_node_dtype: on the wire between nodes, where gradients are sharded over nodes.
 
     Raises:
-      UserError: a dtype that is not of floating point; another on the wire than that of the sums, and not narrower.
+      UserError: a dtype that is not of floating point, or an `inter_node_dtype` that differs and is not narrower.
     """
 
     dtype: jnp.dtype
@@ -51,7 +52,7 @@ class Reduction:
     def __post_init__(self) -> None:
         for name, dtype in (("reduce_dtype", self.dtype), ("inter_node_dtype", self.inter_node_dtype)):
             if not jnp.issubdtype(dtype, jnp.floating):
-                raise UserError(f"{name}={dtype.name}: gradients travel in a dtype of floating point, as bfloat16")
+                raise UserError(f"{name}={dtype.name}: gradients need a floating-point dtype, such as bfloat16")
         if self.inter_node_dtype != self.dtype and not self.is_narrower_between_nodes:
             raise UserError(
                 f"inter_node_dtype={self.inter_node_dtype.name} is not narrower than reduce_dtype={self.dtype.name}, "
@@ -60,37 +61,38 @@ class Reduction:
 
     @classmethod
     def of(cls, reduce_dtype: Any, inter_node_dtype: Any = None) -> Reduction:
-        """Of two settings, of which the second may be None: as the first."""
+        """Builds a Reduction; `inter_node_dtype=None` means the same as `reduce_dtype`."""
         dtype = jnp.dtype(reduce_dtype)
         return cls(dtype, dtype if inter_node_dtype is None else jnp.dtype(inter_node_dtype))
 
     @property
     def is_narrower_between_nodes(self) -> bool:
-        """Whether it has a form of its own between nodes."""
+        """Whether reductions between nodes take a form of their own."""
         return self.inter_node_dtype.itemsize < self.dtype.itemsize
 
     def exchanges(self, axes: Axes) -> bool:
-        """Whether a reduce-scatter over `axes`, of those that `scatter_steps` gives, is an exchange of pieces."""
+        """Whether a reduce-scatter over `axes`, one of `scatter_steps`, is an exchange of pieces."""
         return self.is_narrower_between_nodes and bool(axes) and all(level(axis) == "inter" for axis in axes)
 
     def dtype_over(self, axes: Axes) -> jnp.dtype:
-        """On the wire of such a reduce-scatter."""
+        """The dtype on the wire of a reduce-scatter over `axes`, one of `scatter_steps`."""
         return self.inter_node_dtype if self.exchanges(axes) else self.dtype
 
 
-def param_shard(leaf: LeafPlan, master: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The P shard of a step from the master's OS shard: cast, all-gather over the grad and opt axes.
+def param_shard(leaf: LeafPlan, master: Master, dtype: jnp.dtype) -> ParamShard:
+    """Makes the P shard of a step from the master's OS shard: cast, all-gather over the grad and opt axes.
 
     Where no copy is kept the master itself is the P shard, and the cast happens at each use.
     """
     if not leaf.has_copy(dtype):
-        return master
-    return _all_gather(master.astype(dtype), leaf.grad_axes + leaf.opt_axes, leaf.dim)
+        return ParamShard(master)
+    # Cast first: half the bytes on the wire.
+    return ParamShard(_all_gather(master.astype(dtype), leaf.grad_axes + leaf.opt_axes, leaf.dim))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def gather(leaf: LeafPlan, dtype: jnp.dtype, reduction: Reduction, shard: jax.Array, sink: jax.Array) -> jax.Array:
-    """The leaf as the model sees it (`rank_shape`), in the compute dtype: its P shard, gathered over the param axes.
+def gather(leaf: LeafPlan, dtype: jnp.dtype, reduction: Reduction, shard: ParamShard, sink: Sink) -> Param:
+    """Returns the leaf as the model sees it (`rank_shape`), in the compute dtype, gathered over the param axes.
 
     Backward, the gradient is reduce-scattered over the param and grad axes and given to `sink`.
 
@@ -105,18 +107,20 @@ def gather(leaf: LeafPlan, dtype: jnp.dtype, reduction: Reduction, shard: jax.Ar
     return gathered(leaf, dtype, shard)
 
 
-def gathered(leaf: LeafPlan, dtype: jnp.dtype, shard: jax.Array) -> jax.Array:
-    """What `gather` returns."""
+def gathered(leaf: LeafPlan, dtype: jnp.dtype, shard: ParamShard) -> Param:
+    """Does what `gather` does, for a leaf that gets no gradient here."""
     whole = _all_gather(shard.astype(dtype), leaf.param_axes, leaf.dim)
-    return checkpoint_name(crop(whole, leaf.rank_shape), GATHERED)
+    # The name lets rematerialisation policies refuse to keep whole parameters.
+    return Param(checkpoint_name(crop(whole, leaf.rank_shape), GATHERED))
 
 
-def _gather_fwd(leaf: LeafPlan, dtype: Any, reduction: Any, shard: jax.Array, sink: jax.Array) -> Any:
+def _gather_fwd(leaf: LeafPlan, dtype: Any, reduction: Any, shard: ParamShard, sink: Sink) -> Any:
     del reduction, sink
     return gathered(leaf, dtype, shard), None
 
 
-def _gather_bwd(leaf: LeafPlan, dtype: Any, reduction: Any, residual: None, grad: jax.Array) -> Any:
+def _gather_bwd(leaf: LeafPlan, dtype: Any, reduction: Any, residual: None, grad: Grad) -> Any:
+    # None: the shard gets no cotangent, its gradient leaves through the sink.
     del dtype, residual
     return None, reduce(leaf, grad, reduction)
 
@@ -126,13 +130,16 @@ gather.defvjp(_gather_fwd, _gather_bwd)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def gather_last(
-    leaf: LeafPlan, dtype: jnp.dtype, reduction: Reduction, shard: jax.Array, total: Any, sink: jax.Array
-) -> jax.Array:
-    """`gather` in the last microbatch of a step: backward, what is reduced once a step is reduced here.
+    leaf: LeafPlan, dtype: jnp.dtype, reduction: Reduction, shard: ParamShard, total: GradShard | None, sink: Sink
+) -> Param:
+    """Does what `gather` does, in the last microbatch of a step: backward, the reductions of once a step are made, too.
+
+    So they run beside the backward pass of the last microbatch.
 
     Args:
       leaf, dtype, reduction, shard: as in `gather`.
-      total: the float32 G shard of the microbatches before, or None; the gradient is added to it.
+      total: the float32 G shard of the microbatches before, or None; the gradient is added to it. A leaf that the
+        model uses twice has it in one use only.
       sink: float32 zeros of the OS shard's shape, to which `reduce_accumulated` of that sum is given; never read.
     """
     del reduction, total, sink
@@ -144,7 +151,7 @@ def _gather_last_fwd(leaf: LeafPlan, dtype: Any, reduction: Any, shard: Any, tot
     return gathered(leaf, dtype, shard), total
 
 
-def _gather_last_bwd(leaf: LeafPlan, dtype: Any, reduction: Any, total: Any, grad: jax.Array) -> Any:
+def _gather_last_bwd(leaf: LeafPlan, dtype: Any, reduction: Any, total: Any, grad: Grad) -> Any:
     del dtype
     return None, None, reduce_last(leaf, reduction, total, grad)
 
@@ -152,17 +159,16 @@ def _gather_last_bwd(leaf: LeafPlan, dtype: Any, reduction: Any, total: Any, gra
 gather_last.defvjp(_gather_last_fwd, _gather_last_bwd)
 
 
-def reduce_last(leaf: LeafPlan, reduction: Reduction, total: Any, grad: jax.Array) -> jax.Array:
+def reduce_last(leaf: LeafPlan, reduction: Reduction, total: GradShard | None, grad: Grad) -> OptGrad:
     """The OS shard of the sum of `total`, the G shard of the microbatches before or None, and a whole gradient."""
-    grad = reduce(leaf, grad, reduction)
-    if total is not None:
-        grad = total + grad
-    return reduce_accumulated(leaf, grad, reduction)
+    shard = reduce(leaf, grad, reduction)
+    # Added before the reduction over the opt axes: one reduction a step, not one a microbatch.
+    return reduce_accumulated(leaf, shard if total is None else GradShard(total + shard), reduction)
 
 
 @jax.custom_vjp
-def use(whole: jax.Array, sink: jax.Array) -> jax.Array:
-    """`whole`, for one of several microbatches: its gradient is added up in that of `sink`, float32 zeros like it."""
+def use(whole: Param, sink: Sink) -> Param:
+    """Returns `whole`, for one of several microbatches; its gradient becomes that of `sink`, in float32."""
     del sink
     return whole
 
@@ -180,12 +186,12 @@ def _use_bwd(residual: None, grad: jax.Array) -> Any:
 use.defvjp(_use_fwd, _use_bwd)
 
 
-def reduce(leaf: LeafPlan, grad: jax.Array, reduction: Reduction) -> jax.Array:
+def reduce(leaf: LeafPlan, grad: Grad, reduction: Reduction) -> GradShard:
     """The float32 G shard of a whole gradient."""
-    grad = pad(grad, leaf.rank_storage_shape)
+    x = pad(grad, leaf.rank_storage_shape)
     for axes in _scattered_axes(leaf, reduction):
-        grad = _reduce_scatter(leaf, grad, axes, reduction)
-    return grad.astype(jnp.float32)
+        x = _reduce_scatter(leaf, x, axes, reduction)
+    return GradShard(x.astype(jnp.float32))
 
 
 def reduction_steps(leaf: LeafPlan, reduction: Reduction) -> list[Axes]:
@@ -194,7 +200,10 @@ def reduction_steps(leaf: LeafPlan, reduction: Reduction) -> list[Axes]:
 
 
 def _scattered_axes(leaf: LeafPlan, reduction: Reduction) -> list[Axes]:
-    """Param and grad axes in one reduce-scatter where it keeps to a network level or has a step for each, else two."""
+    """Groups the param and grad axes: one reduce-scatter on one network level or with a step for each level, else two.
+
+    One collective has half the launches; over two levels at once it would run at the speed of the slower one.
+    """
     both = leaf.param_axes + leaf.grad_axes
     if reduction.is_narrower_between_nodes or len({level(axis) for axis in both}) <= 1:
         return [both]
@@ -204,23 +213,24 @@ def _scattered_axes(leaf: LeafPlan, reduction: Reduction) -> list[Axes]:
 def scatter_steps(axes: Axes, reduction: Reduction) -> list[Axes]:
     """The axes of each collective of a reduce-scatter; none without axes.
 
-    Where gradients are narrower between nodes those axes come last: a rank then sends its part of its node's sum.
+    Where gradients are narrower between nodes, the axes between nodes come last: a rank then sends its part of the sum
+    of its node.
     """
     outer = tuple(axis for axis in axes if reduction.exchanges((axis,)))
     inner = tuple(axis for axis in axes if axis not in outer)
     return [step for step in (inner, outer) if step]
 
 
-def reduce_accumulated(leaf: LeafPlan, grad: jax.Array, reduction: Reduction) -> jax.Array:
+def reduce_accumulated(leaf: LeafPlan, grad: GradShard, reduction: Reduction) -> OptGrad:
     """The OS shard of the summed gradient from the accumulated G shard, once a step.
 
-    Reduce-scatter over the opt axes, all-reduce over the replica axes, which is in the reduction's dtype between nodes,
-    too. Float32 in and out.
+    Reduce-scatter over the opt axes, all-reduce over the replica axes. The all-reduce is in the reduction's dtype
+    between nodes, too. Float32 in and out.
     """
-    grad = _reduce_scatter(leaf, grad, leaf.opt_axes, reduction).astype(jnp.float32)
+    x = _reduce_scatter(leaf, grad, leaf.opt_axes, reduction).astype(jnp.float32)
     if leaf.replica_axes:
-        grad = lax.psum(grad.astype(reduction.dtype), leaf.replica_axes).astype(jnp.float32)
-    return grad
+        x = lax.psum(x.astype(reduction.dtype), leaf.replica_axes).astype(jnp.float32)
+    return OptGrad(x)
 
 
 def _all_gather(x: jax.Array, axes: Axes, dim: int | None) -> jax.Array:
@@ -228,9 +238,10 @@ def _all_gather(x: jax.Array, axes: Axes, dim: int | None) -> jax.Array:
 
 
 def _reduce_scatter(leaf: LeafPlan, x: jax.Array, axes: Axes, reduction: Reduction) -> jax.Array:
-    """The sum over the ranks of `axes`, of which each has its piece of `leaf.dim`, the first axis most significant."""
+    """Sums over the ranks of `axes`; each rank has its piece of `leaf.dim`, the first axis most significant."""
     steps = scatter_steps(axes, reduction)
     if len(steps) > 1:
+        # The steps scatter in an order of their own; a rank must still end with the piece that storage gives it.
         x = _in_order(leaf, x, axes, sum(steps, ()))
     for step in steps:
         if reduction.exchanges(step):
@@ -241,7 +252,7 @@ def _reduce_scatter(leaf: LeafPlan, x: jax.Array, axes: Axes, reduction: Reducti
 
 
 def _exchange_and_add(leaf: LeafPlan, x: jax.Array, axes: Axes, reduction: Reduction) -> jax.Array:
-    """A reduce-scatter whose pieces travel in `inter_node_dtype`; each rank adds up its own in `dtype`."""
+    """Reduce-scatters with pieces that travel in `inter_node_dtype`; each rank adds up its own piece in `dtype`."""
     assert leaf.dim is not None
     pieces = _split(leaf, x.astype(reduction.inter_node_dtype), axes)
     arrived = lax.all_to_all(pieces, axes, leaf.dim, leaf.dim, tiled=True)
@@ -249,7 +260,7 @@ def _exchange_and_add(leaf: LeafPlan, x: jax.Array, axes: Axes, reduction: Reduc
 
 
 def _split(leaf: LeafPlan, x: jax.Array, axes: Axes) -> jax.Array:
-    """`leaf.dim` as two: the pieces of the ranks of `axes`, and what is in one."""
+    """Splits `leaf.dim` into two dimensions: the pieces of the ranks of `axes`, and the values of one piece."""
     assert leaf.dim is not None
     sizes = dict(leaf.axis_size)
     num_pieces = math.prod(sizes[axis] for axis in axes)
@@ -258,7 +269,7 @@ def _split(leaf: LeafPlan, x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def _in_order(leaf: LeafPlan, x: jax.Array, before: Axes, after: Axes) -> jax.Array:
-    """The pieces of `leaf.dim`, which lie in the order of one list of axes, in that of another."""
+    """Reorders the pieces of `leaf.dim` from the order of one list of axes to that of another."""
     assert leaf.dim is not None
     sizes, dim = dict(leaf.axis_size), leaf.dim
     split = x.reshape(*x.shape[:dim], *(sizes[axis] for axis in before), -1, *x.shape[dim + 1 :])

@@ -13,9 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from amsp_jax.engine.parts import Uses, split
 from amsp_jax.engine.plan import Plan
-from amsp_jax.engine.train_step import DEFAULT, StepSettings, make_grad_fn, mean_scale
-from amsp_jax.model import Batch, Model, Params
+from amsp_jax.engine.state import trained
+from amsp_jax.engine.step_settings import DEFAULT, StepSettings
+from amsp_jax.engine.train_step import make_grad_fn, mean_scale
+from amsp_jax.engine.trees import Master, Tree
+from amsp_jax.model import Batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +49,9 @@ class NonFinite:
         return ", ".join(paths[:3]) + more
 
 
-def make_find_nonfinite(plan: Plan, settings: StepSettings = DEFAULT) -> Callable[[Params, Batch, Any, Any], NonFinite]:
+def make_find_nonfinite(
+    plan: Plan, settings: StepSettings = DEFAULT
+) -> Callable[[Tree[Master], Batch, Any, Any], NonFinite]:
     """`(params, batch, seed, step) -> NonFinite`; it compiles at its first call, and all processes call it together.
 
     The arguments are those of the step: its batch, and as `step` the steps before it. Where later steps have changed
@@ -53,27 +59,30 @@ def make_find_nonfinite(plan: Plan, settings: StepSettings = DEFAULT) -> Callabl
     """
     grads_of, model = make_grad_fn(plan, settings), plan.model
 
-    def is_bad(params: Params, batch: Batch, seed: Any, step: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    uses, optimized = Uses(model, plan.leaves), trained(plan, plan.leaves)
+
+    def in_backward_order(tree: Tree[Any]) -> list[Any]:
+        return jax.tree.leaves(uses.first_only(split(model, tree))[::-1])
+
+    def is_bad(params: Tree[Master], batch: Batch, seed: Any, step: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         sums, grads = grads_of(params, batch, seed, step)
         scale = mean_scale(sums.weight)
-        values = [~jnp.all(jnp.isfinite(x)) for x in _backward_order(model, params)]
+        values = [~jnp.all(jnp.isfinite(x)) for x in in_backward_order(params)]
         # By the norm, as in the step: a finite gradient whose square is not finite counts, too.
-        norms = [~jnp.isfinite(jnp.sum(jnp.square(x * scale))) for x in _backward_order(model, grads)]
+        norms = [~jnp.isfinite(jnp.sum(jnp.square(x * scale))) for x in in_backward_order(grads)]
         return ~jnp.isfinite(sums.loss * scale), jnp.stack(values), jnp.stack(norms)
 
     compiled = jax.jit(is_bad, out_shardings=plan.replicated)
-    paths = [leaf.path for leaf in _backward_order(model, plan.leaves)]
+    paths = [leaf.path for leaf in in_backward_order(plan.leaves)]
+    trained_paths = [leaf.path for leaf in in_backward_order(optimized)]
 
-    def named(bad: np.ndarray) -> tuple[str, ...]:
-        return tuple(paths[i] for i in np.flatnonzero(bad))
-
-    def find(params: Params, batch: Batch, seed: Any, step: Any) -> NonFinite:
+    def find(params: Tree[Master], batch: Batch, seed: Any, step: Any) -> NonFinite:
         loss, values, grads = jax.device_get(compiled(params, batch, seed, step))
-        return NonFinite(loss=bool(loss), params=named(values), grads=named(grads), num_leaves=len(paths))
+        return NonFinite(
+            loss=bool(loss),
+            params=tuple(paths[i] for i in np.flatnonzero(values)),
+            grads=tuple(trained_paths[i] for i in np.flatnonzero(grads)),
+            num_leaves=len(paths),
+        )
 
     return find
-
-
-def _backward_order(model: Model, tree: Params) -> list[Any]:
-    embed, blocks, head = model.split(tree)
-    return jax.tree.leaves((head, blocks[::-1], embed))

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from amsp_jax.engine.mesh import DataAxes, data_axes, find_nodes, make_mesh, mesh_axes
 from amsp_jax.engine.parallel import CONTEXT, STAGE, TENSOR, ModelParallel
+from amsp_jax.engine.trees import Tree
 from amsp_jax.errors import UserError
 from amsp_jax.model import Batch, LossOutput, Model, Params, Split
 from amsp_jax.strategy import DataRanks, Degrees, Strategy, parse
@@ -51,6 +52,7 @@ class LeafPlan:
       split_dim: the dimension that is split over `tensor`, outside of `dim`'s axes if it is the same; or None.
       split_padded: its stored length.
       block: the number of its block among those that pipeline stages share; -1 if it is of none.
+      frozen: it has no gradient and no optimizer state; its master never changes.
     """
 
     path: str
@@ -66,6 +68,7 @@ class LeafPlan:
     split_dim: int | None = None
     split_padded: int = 0
     block: int = -1
+    frozen: bool = False
 
     @property
     def storage_shape(self) -> tuple[int, ...]:
@@ -151,6 +154,10 @@ def _with(shape: tuple[int, ...], dim: int | None, length: int) -> tuple[int, ..
     return shape if dim is None else (*shape[:dim], length, *shape[dim + 1 :])
 
 
+LeafPlans = Tree[LeafPlan]
+"""A plan in place of each parameter."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Bytes:
     """Bytes on one device: P (the compute-dtype copy kept for the step, none where P = OS is sharded), G (the float32
@@ -183,7 +190,7 @@ class Plan:
 
     mesh: Mesh | AbstractMesh
     degrees: Degrees
-    leaves: Params
+    leaves: LeafPlans
     compute_dtype: jnp.dtype
     strategy: Strategy
     model: Model

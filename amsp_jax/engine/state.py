@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 
 from amsp_jax.engine.optimizer import abstract_opt_state, abstract_storage, moment_plans, to_storage, to_true
 from amsp_jax.engine.plan import LeafPlan, Plan
+from amsp_jax.engine.trees import A, Tree, tree_map
 from amsp_jax.errors import UserError
 from amsp_jax.model import Params
 
@@ -42,7 +43,7 @@ class TrainState:
 def true_state(plan: Plan, optimizer: optax.GradientTransformation) -> TrainState:
     """The state of true, unpadded shapes, as `ShapeDtypeStruct`s on no device."""
     params = plan.model.abstract_params()
-    return TrainState(**_counters(), params=params, opt_state=abstract_opt_state(optimizer, params))
+    return TrainState(**_counters(), params=params, opt_state=abstract_opt_state(optimizer, trained(plan, params)))
 
 
 def _counters(**sharding: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -83,13 +84,14 @@ def init_state(plan: Plan, optimizer: optax.GradientTransformation, seed: int = 
         raise UserError(f"seed={seed!r}: it must be an integer from 0 to {2**32 - 1}")
     params = _init_params(plan, int(seed))
     true, stored = true_state(plan, optimizer), abstract_state(plan, optimizer)
+    true_params = trained(plan, true.params)
 
     def init_optimizer(params: Params) -> Any:
         with jax.numpy_dtype_promotion("standard"):
-            opt_state = optimizer.init(to_true(params, true.params))
+            opt_state = optimizer.init(to_true(params, true_params))
         return to_storage(opt_state, stored.opt_state)
 
-    opt_state = jax.jit(init_optimizer, out_shardings=_shardings(stored.opt_state))(params)
+    opt_state = jax.jit(init_optimizer, out_shardings=_shardings(stored.opt_state))(trained(plan, params))
     step, kept = jax.jit(lambda: (jnp.int32(0), jnp.uint32(seed)), out_shardings=plan.replicated)()
     return TrainState(step=step, seed=kept, params=params, opt_state=opt_state)
 
@@ -123,6 +125,24 @@ def _stored_leaf(plan: Plan, leaf: LeafPlan) -> jax.ShapeDtypeStruct:
 
 def _shardings(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def trained(plan: Plan, tree: Tree[A]) -> Tree[A | None]:
+    """The tree as the optimizer sees it, with None in place of frozen leaves."""
+
+    def one(leaf: LeafPlan, x: A) -> A | None:
+        return None if leaf.frozen else x
+
+    return tree_map(one, plan.leaves, tree)
+
+
+def with_frozen(plan: Plan, tree: Tree[A | None], frozen: Tree[A]) -> Tree[A]:
+    """Puts the frozen leaves of a tree in the places where another one has None."""
+
+    def one(leaf: LeafPlan, x: A | None, kept: A) -> A:
+        return kept if x is None else x
+
+    return tree_map(one, plan.leaves, tree, frozen)
 
 
 def reshard(state: TrainState, plan: Plan) -> TrainState:

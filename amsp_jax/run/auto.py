@@ -7,7 +7,7 @@ import json
 import statistics
 from pathlib import Path
 
-from amsp_jax.engine.blocks import Remat
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.errors import UserError
 from amsp_jax.model import Model
 from amsp_jax.predict.calibrate import ProgressLine, calibrated, running_cluster

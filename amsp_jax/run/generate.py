@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from amsp_jax.engine.eval_step import make_logits_step
 from amsp_jax.engine.plan import Plan
-from amsp_jax.engine.train_step import StepSettings, make_logits_step
+from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.errors import UserError
 from amsp_jax.model import Batch, Model, Params
 

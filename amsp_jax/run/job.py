@@ -13,7 +13,6 @@ import numpy as np
 import optax
 
 from amsp_jax.compile import xla_flags
-from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.context import check_sequence
 from amsp_jax.engine.learning_rate import LearningRate, make_learning_rate
 from amsp_jax.engine.mesh import level
@@ -22,8 +21,10 @@ from amsp_jax.engine.optimizer import abstract_storage, make_optimizer
 from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.engine.pipeline.schedule import PipelineSchedule, assign_blocks
 from amsp_jax.engine.plan import Plan, make_plan
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.engine.state import TrainState, abstract_state, true_state
-from amsp_jax.engine.train_step import StepMetrics, StepSettings, make_train_step
+from amsp_jax.engine.step_settings import StepSettings
+from amsp_jax.engine.train_step import StepMetrics, make_train_step
 from amsp_jax.errors import UserError
 from amsp_jax.model import Batch, Model
 from amsp_jax.run.checkpoint import leaf_paths

@@ -14,10 +14,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from amsp_jax.engine.eval_step import make_eval_step
 from amsp_jax.engine.nonfinite import NonFinite, make_find_nonfinite
 from amsp_jax.engine.replicas import make_replica_check
 from amsp_jax.engine.state import TrainState
-from amsp_jax.engine.train_step import make_eval_step
 from amsp_jax.errors import BadNumbersError, NonFiniteError, Stopped
 from amsp_jax.model import Model, Params
 from amsp_jax.run.checkpoint import Checkpointer

@@ -19,7 +19,7 @@ from amsp_jax.compile import ahead_of_time, hlo, xla_flags
 from amsp_jax.engine.collectives import Reduction
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.plan import make_plan
-from amsp_jax.engine.train_step import StepSettings
+from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.errors import UserError
 from amsp_jax.models.registry import build_model
 from amsp_jax.strategy import DataRanks

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from amsp_jax.cli import settings as cli
 from amsp_jax.cli.commands.workload import planned_model
-from amsp_jax.engine.blocks import Remat, policy
+from amsp_jax.engine.rematerialization import Remat, policy
 from amsp_jax.errors import UserError
 from amsp_jax.models import flash_attention as flash
 from amsp_jax.models.attention import causal_attention, choose_attention

@@ -17,9 +17,10 @@ from test_communication import predicted
 from test_memory import predicted_argument_bytes
 
 from amsp_jax.compile import hlo
-from amsp_jax.engine import blocks as stack
+from amsp_jax.engine import block_backward
 from amsp_jax.engine.state import abstract_state
-from amsp_jax.engine.train_step import StepSettings, make_train_step
+from amsp_jax.engine.step_settings import StepSettings
+from amsp_jax.engine.train_step import make_train_step
 from amsp_jax.model import Model, Part
 from amsp_jax.strategy import DataRanks, all_degrees, parse
 
@@ -178,6 +179,6 @@ def test_a_parameter_without_a_gradient_is_not_reduced(monkeypatch):
         return Counter(found.kind for found in hlo.collectives(program.as_text()))
 
     tied = [counts(strategy) for strategy in ("zero2", "zero3")]
-    monkeypatch.setattr(stack, "num_untied", lambda leaves, window: len(leaves))
+    monkeypatch.setattr(block_backward, "num_untied", lambda leaves, window: len(leaves))
     assert tied == [counts(strategy) for strategy in ("zero2", "zero3")]
     assert tied[0]["reduce-scatter"] > 0

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from amsp_jax.compile.hlo import collectives
 from amsp_jax.engine import context
-from amsp_jax.engine.blocks import Remat, policy
+from amsp_jax.engine.rematerialization import Remat, policy
 from amsp_jax.errors import UserError
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -72,9 +72,9 @@ def test_sequences_that_divide(seq_len, num_context, num_tensor):
 @pytest.mark.parametrize(
     ("seq_len", "num_context", "num_tensor", "message"),
     [
-        (1001, 1, 4, "SEQ_LEN=1001 .* TENSOR=4: .* multiple of 4; choose 1000 or 1004$"),
-        (1020, 4, 1, "SEQ_LEN=1020 .* CONTEXT=4 .*two chunks.* multiple of 8; choose 1016 or 1024$"),
-        (1000, 2, 3, "CONTEXT=2 .* TENSOR=3: .* multiple of 12; choose 996 or 1008$"),
+        (1001, 1, 4, "seq_len=1001 .* tensor=4: .* multiple of 4; use 1000 or 1004$"),
+        (1020, 4, 1, "seq_len=1020 .* context=4 .*two chunks.* multiple of 8; use 1016 or 1024$"),
+        (1000, 2, 3, "context=2 .* tensor=3: .* multiple of 12; use 996 or 1008$"),
         (3, 8, 1, "choose 16$"),
     ],
 )

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.parallel import ModelParallel
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.model import Model
 from amsp_jax.models.registry import build_model
 from amsp_jax.predict.cost import compute

@@ -22,12 +22,15 @@ from oracle import (
     plan_for,
 )
 
-from amsp_jax.engine.blocks import Remat, num_untied, reduction_window
+from amsp_jax.engine.block_backward import num_untied, reduction_window
+from amsp_jax.engine.eval_step import make_eval_step
 from amsp_jax.engine.optimizer import to_true
 from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.engine.plan import make_plan
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.engine.state import abstract_state, init_state, reshard, true_state
-from amsp_jax.engine.train_step import StepSettings, make_eval_step, make_train_step
+from amsp_jax.engine.step_settings import StepSettings
+from amsp_jax.engine.train_step import make_train_step
 from amsp_jax.errors import UserError
 from amsp_jax.model import Model
 from amsp_jax.strategy import DataRanks, all_degrees, parse
@@ -379,7 +382,7 @@ def test_a_pipelines_settings_are_checked_without_stages(settings):
     model, optimizer = oracle.model("llama"), optax.sgd(0.1)
     plan = plan_for("zero2", model, DataRanks(per_node=2, num_nodes=1))
     step = make_train_step(plan, optimizer, StepSettings(**settings))
-    with pytest.raises(UserError, match="PIPELINE_SCHEDULE='bogus'|VIRTUAL_STAGES=2 with PIPELINE=1"):
+    with pytest.raises(UserError, match="pipeline_schedule='bogus'|virtual_stages=2 with pipeline=1"):
         step.lower(abstract_state(plan, optimizer), oracle.placed(plan, oracle.batches(steps=1)[0], 1))
 
 

@@ -16,12 +16,14 @@ from test_collectives import lowered
 from test_communication import FLOAT32, parts_of, predicted
 
 from amsp_jax.compile import ahead_of_time, hlo
-from amsp_jax.engine.blocks import Remat, reduction_window
+from amsp_jax.engine.block_backward import reduction_window
 from amsp_jax.engine.collectives import Reduction
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.engine.plan import make_plan
-from amsp_jax.engine.train_step import StepSettings, make_grad_fn
+from amsp_jax.engine.rematerialization import Remat
+from amsp_jax.engine.step_settings import StepSettings
+from amsp_jax.engine.train_step import make_grad_fn
 from amsp_jax.errors import UserError
 from amsp_jax.models.registry import build_model
 from amsp_jax.predict.cluster import named_cluster

@@ -11,7 +11,7 @@ import pytest
 from parallel_table import Row
 from test_tensor import CASES, assert_near, draw, loss_and_grads, make, make_batch, parallel
 
-from amsp_jax.engine.train_step import StepSettings
+from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.errors import UserError
 from amsp_jax.models.loss import ChunkedLoss, cross_entropy
 

@@ -14,11 +14,11 @@ from gpu_compiler import compiles_for_gpus
 from oracle import NODES_FIRST, PRESETS, QUICKSTART, RANKS, THREE_DEGREES, plan_for
 
 from amsp_jax.compile import ahead_of_time
-from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.optimizer import OPTIMIZERS
 from amsp_jax.engine.plan import make_plan
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.engine.state import abstract_state
-from amsp_jax.engine.train_step import StepSettings
+from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.models.registry import build_model
 from amsp_jax.predict.cost import compute, memory
 from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks

@@ -21,11 +21,12 @@ from oracle import (
 
 from amsp_jax.compile import ahead_of_time, hlo
 from amsp_jax.compile.hlo.text import parse
-from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.engine.plan import make_plan
-from amsp_jax.engine.train_step import StepSettings, make_grad_fn
+from amsp_jax.engine.rematerialization import Remat
+from amsp_jax.engine.step_settings import StepSettings
+from amsp_jax.engine.train_step import make_grad_fn
 from amsp_jax.errors import UserError
 from amsp_jax.model import Model, Part
 from amsp_jax.models.registry import build_model
@@ -153,10 +154,10 @@ def test_gradients_narrower_between_nodes():
 @pytest.mark.parametrize(
     ("group", "microbatches", "stages", "message"),
     [
-        (4, 6, 1, "MICROBATCH_GROUP=4, but a step has 6 microbatches on .* set it to 2 or 3 or 6, or to 1"),
-        (0, 1, 1, "MICROBATCH_GROUP=0: it must be at least 1"),
-        (2, 1, 1, "a step has 1 microbatch on .* leave it at 1"),
-        (2, 4, 2, "MICROBATCH_GROUP=2 with PIPELINE=2: a pipeline has an order of its own"),
+        (4, 6, 1, "microbatch_group=4 does not divide the 6 microbatches of a step .* use 2 or 3 or 6 or 1"),
+        (0, 1, 1, "microbatch_group=0: it must be at least 1"),
+        (2, 1, 1, "does not divide the 1 microbatch of a step .* use 1"),
+        (2, 4, 2, "microbatch_group=2 with pipeline=2: a pipeline has its own order"),
     ],
 )
 def test_what_is_no_group(group, microbatches, stages, message):

@@ -14,7 +14,7 @@ import models_reference as reference
 import numpy as np
 import pytest
 
-from amsp_jax.engine.blocks import Remat, checkpointed
+from amsp_jax.engine.rematerialization import Remat, checkpointed
 from amsp_jax.errors import UserError
 from amsp_jax.models import MODELS, GPTConfig, LlamaConfig, build_model, gpt, llama, model_config
 from amsp_jax.models.config import TransformerConfig

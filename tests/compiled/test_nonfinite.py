@@ -11,10 +11,11 @@ import oracle
 import pytest
 from oracle import batches, plan_for
 
+from amsp_jax.engine.microbatch import LossSums
 from amsp_jax.engine.nonfinite import NonFinite, make_find_nonfinite
 from amsp_jax.engine.optimizer import OPTIMIZERS, make_optimizer, num_updates, to_storage, to_true
 from amsp_jax.engine.state import abstract_state, init_state, true_state
-from amsp_jax.engine.train_step import LossSums, make_grad_fn, make_train_step, make_update_fn, mean_scale
+from amsp_jax.engine.train_step import make_grad_fn, make_train_step, make_update_fn, mean_scale
 from amsp_jax.model import Model, Part
 from amsp_jax.strategy import DataRanks
 

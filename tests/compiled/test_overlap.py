@@ -12,7 +12,7 @@ from gpu_compiler import GIB, SMALL_BYTES, compiles_for_gpus, without_products
 from amsp_jax.compile import ahead_of_time, hlo
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.plan import make_plan
-from amsp_jax.engine.train_step import StepSettings
+from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.models.registry import build_model
 from amsp_jax.strategy import DataRanks
 

@@ -16,9 +16,10 @@ import parallel_table
 import pytest
 from parallel_table import FACTORS, table
 
+from amsp_jax.engine.eval_step import make_eval_step, make_logits_step
 from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.engine.plan import make_plan
-from amsp_jax.engine.train_step import StepSettings, make_eval_step, make_logits_step
+from amsp_jax.engine.step_settings import StepSettings
 
 QUICK = [number for number, row in enumerate(table()) if row.num_devices == 8][:2]
 """Of the rows that need no process of their own, the first have the most pairs: they are in every run."""

@@ -8,11 +8,12 @@ import parallel_rows
 import pytest
 
 from amsp_jax.compile import hlo
-from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.parallel import STAGE, TENSOR, ModelParallel
 from amsp_jax.engine.plan import make_plan
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.engine.state import abstract_state
-from amsp_jax.engine.train_step import StepSettings, make_train_step
+from amsp_jax.engine.step_settings import StepSettings
+from amsp_jax.engine.train_step import make_train_step
 
 ROWS, SEQ = 8, 8
 HIDDEN = parallel_rows.SIZES["hidden"]

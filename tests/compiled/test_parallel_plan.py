@@ -179,10 +179,10 @@ def test_without_splits_stages_are_no_error():
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        (("1f1b", 4, 1, 3), "3 microbatches in a step are fewer than the PIPELINE=4 stages.*set PIPELINE=3, or"),
-        (("1f1b", 4, 2, 6), "groups of PIPELINE=4, and 6 is no multiple.* 4 or 8 microbatches, or VIRTUAL_STAGES=1"),
-        (("gpipe", 1, 2, 6), "VIRTUAL_STAGES=2 with PIPELINE=1"),
-        (("zb", 2, 1, 2), "PIPELINE_SCHEDULE='zb': it must be one of gpipe, 1f1b"),
+        (("1f1b", 4, 1, 3), "3 microbatches in a step are fewer than the pipeline=4 stages.*use pipeline=3, or"),
+        (("1f1b", 4, 2, 6), "groups of pipeline=4, and 6 is no multiple.* 4 or 8 microbatches .*or virtual_stages=1"),
+        (("gpipe", 1, 2, 6), "virtual_stages=2 with pipeline=1"),
+        (("zb", 2, 1, 2), "pipeline_schedule='zb': it must be one of gpipe, 1f1b"),
     ],
 )
 def test_schedules_that_do_not_exist(schedule, message):
@@ -191,5 +191,5 @@ def test_schedules_that_do_not_exist(schedule, message):
 
 
 def test_more_virtual_stages_than_blocks():
-    with pytest.raises(UserError, match="8 virtual stages.* has 6; set VIRTUAL_STAGES to at most 1, or PIPELINE to"):
+    with pytest.raises(UserError, match="8 virtual stages.* has 6; use at most virtual_stages=1 or pipeline="):
         assign_blocks(6, 4, 2)

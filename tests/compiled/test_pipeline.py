@@ -14,14 +14,15 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from amsp_jax.compile import ahead_of_time, hlo
-from amsp_jax.engine.blocks import Gather, Remat
 from amsp_jax.engine.collectives import Reduction
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.parallel import STAGE, ModelParallel
+from amsp_jax.engine.parts import Gather
 from amsp_jax.engine.pipeline import make_pipeline
 from amsp_jax.engine.pipeline.schedule import PipelineSchedule
 from amsp_jax.engine.plan import LeafPlan, make_plan, pad, path_name
-from amsp_jax.engine.train_step import StepSettings
+from amsp_jax.engine.rematerialization import Remat
+from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.errors import UserError
 from amsp_jax.model import Model, Part
 from amsp_jax.models.registry import build_model
@@ -323,7 +324,7 @@ def test_blocks_are_computed_twice_and_not_three_times(remat):
 def test_blocks_that_differ():
     other = Part(block_init, lambda params, x, batch, keys: x)
     model = dataclasses.replace(model_of(4), blocks=(BLOCK, BLOCK, BLOCK, other))
-    with pytest.raises(UserError, match="PIPELINE=2: blocks 1 and 3 of toy differ"):
+    with pytest.raises(UserError, match="pipeline=2: blocks 1 and 3 of toy differ"):
         make_pipeline(model, {}, PipelineSchedule("1f1b", 2, 1, 2), Gather(jnp.float32, FLOAT32), Remat.FULL)
 
 
@@ -347,7 +348,7 @@ def test_only_floating_point_arrays_are_sent():
     case = Case(PipelineSchedule("1f1b", 2, 1, 2), 2, mesh_of(2))
     embed = Part(embed_init, lambda params, batch, keys: {"x": batch["tokens"]})
     case.__dict__["model"] = dataclasses.replace(model_of(2), embed=embed)
-    with pytest.raises(UserError, match="embedding of toy gives int32; with PIPELINE=2"):
+    with pytest.raises(UserError, match="embedding of toy gives int32; with pipeline=2"):
         case.lowered()
 
 

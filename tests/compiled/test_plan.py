@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.plan import LARGE_LEAF, make_plan, plan_parameters, spec_text
 from amsp_jax.engine.state import abstract_state
-from amsp_jax.engine.train_step import StepSettings, make_grad_fn, make_train_step
+from amsp_jax.engine.step_settings import StepSettings
+from amsp_jax.engine.train_step import make_grad_fn, make_train_step
 from amsp_jax.errors import UserError
 from amsp_jax.model import Model
 from amsp_jax.models.registry import build_model

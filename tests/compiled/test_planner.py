@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.optimizer import make_optimizer
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.errors import UserError
 from amsp_jax.models.registry import build_model
 from amsp_jax.predict.cluster import CLUSTERS, Link, Network, named_cluster

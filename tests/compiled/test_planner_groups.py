@@ -13,9 +13,9 @@ from test_communication import predicted
 from test_planner import ONE, workload
 
 from amsp_jax.compile import hlo
-from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.parallel import ModelParallel
-from amsp_jax.engine.train_step import StepSettings
+from amsp_jax.engine.rematerialization import Remat
+from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.errors import UserError
 from amsp_jax.predict.cluster import named_cluster
 from amsp_jax.predict.cost.communication import ONCE, Phase

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import pytest
 
 from amsp_jax import __main__ as tools
-from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.engine.pipeline.schedule import Kind, PipelineSchedule
 from amsp_jax.engine.plan import make_plan
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.errors import UserError
 from amsp_jax.models.registry import build_model
 from amsp_jax.predict.cluster import Link, Network, named_cluster

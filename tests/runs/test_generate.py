@@ -11,7 +11,7 @@ import pytest
 
 from amsp_jax.engine.plan import make_plan
 from amsp_jax.engine.state import init_state
-from amsp_jax.engine.train_step import StepSettings
+from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.errors import UserError
 from amsp_jax.models.registry import build_model
 from amsp_jax.run.generate import Sampling, generate, make_next_logits

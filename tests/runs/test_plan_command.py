@@ -12,7 +12,7 @@ from amsp_jax import __main__ as tools
 from amsp_jax.cli.commands import plan as command
 from amsp_jax.cli.commands.plan import ALWAYS, PLAN_SEARCH
 from amsp_jax.cli.tune.point import DIMENSIONS
-from amsp_jax.engine.blocks import Remat
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.predict.planner import Objective, Space
 from amsp_jax.predict.planner.pictures import best_by_size, plot_best
 from amsp_jax.strategy import DataRanks, parse

@@ -13,11 +13,11 @@ import pytest
 from amsp_jax import __main__ as tools
 from amsp_jax.cli import settings as cli
 from amsp_jax.cli.commands import workload
-from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.engine.pipeline.schedule import PipelineSchedule
 from amsp_jax.engine.plan import make_plan
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.models import MODELS
 from amsp_jax.predict.cluster import named_cluster
 from amsp_jax.predict.planner import Candidate, Scorer, Space, Workload, search

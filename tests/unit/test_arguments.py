@@ -14,9 +14,9 @@ import pytest
 from amsp_jax import __main__ as program
 from amsp_jax.cli import arguments, exits
 from amsp_jax.cli.tune.point import DIMENSIONS
-from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.optimizer import OPTIMIZERS
 from amsp_jax.engine.pipeline import schedule
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.predict.calibrate import DEFAULT_BUDGET_S
 from amsp_jax.predict.planner import Objective
 from amsp_jax.run.run_folder import DEFAULT_PARENT

@@ -99,11 +99,11 @@ def test_forward_alone_takes_any_number_of_microbatches(p, v, m):
     "arguments, words",
     [
         (("1F1B", 2, 1, 2), "gpipe, 1f1b"),
-        (("1f1b", 0, 1, 2), "PIPELINE=0"),
-        (("1f1b", 4, 1, 3), "set PIPELINE=3, or MICROBATCH and GLOBAL_BATCH so that there are 4"),
+        (("1f1b", 0, 1, 2), "pipeline=0"),
+        (("1f1b", 4, 1, 3), "use pipeline=3, or at least 4 microbatches"),
         (("1f1b", 4, 2, 10), "8 or 12 microbatches"),
         (("gpipe", 4, 2, 10), "8 or 12 microbatches"),
-        (("1f1b", 1, 2, 10), "VIRTUAL_STAGES=1, or PIPELINE to 2"),
+        (("1f1b", 1, 2, 10), "virtual_stages=1, or pipeline=2"),
     ],
 )
 def test_what_does_not_fit(arguments, words):
@@ -135,7 +135,7 @@ def test_every_block_once_in_order(num_blocks, p, v):
 
 
 @pytest.mark.parametrize(
-    "p, v, words", [(4, 2, "VIRTUAL_STAGES to at most 1, or PIPELINE to at most 2"), (8, 1, "at most 5")]
+    "p, v, words", [(4, 2, "at most virtual_stages=1 or pipeline=2"), (8, 1, "at most pipeline=5")]
 )
 def test_more_virtual_stages_than_blocks(p, v, words):
     with pytest.raises(UserError, match=words):

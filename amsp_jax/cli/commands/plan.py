@@ -28,7 +28,7 @@ from amsp_jax.cli.commands.workload import (
     workload_of,
 )
 from amsp_jax.compile import ahead_of_time
-from amsp_jax.engine.blocks import Remat
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.errors import UserError
 from amsp_jax.models.registry import MODELS, build_model
 from amsp_jax.predict.cluster import Cluster

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.context import check_sequence
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.engine.pipeline.schedule import PipelineSchedule, assign_blocks
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.errors import UserError
 from amsp_jax.model import Model
 from amsp_jax.models.attention import choose_attention

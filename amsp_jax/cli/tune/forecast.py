@@ -10,7 +10,7 @@ from pathlib import Path
 
 from amsp_jax.cli.tune.point import Point
 from amsp_jax.cli.tune.trial_setup import TrialSetup
-from amsp_jax.engine.blocks import Remat
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.errors import UserError
 from amsp_jax.predict.cluster import Cluster, load_cluster
 from amsp_jax.predict.planner import Candidate, Scorer, Workload

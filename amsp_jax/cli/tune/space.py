@@ -10,7 +10,7 @@ from typing import Any
 
 from amsp_jax.cli.tune.point import DIMENSIONS, OF_PIPELINES, Point
 from amsp_jax.cli.tune.trial_setup import TrialSetup
-from amsp_jax.engine.blocks import Remat
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.errors import UserError
 from amsp_jax.run.config import did_you_mean
 from amsp_jax.strategy import parse

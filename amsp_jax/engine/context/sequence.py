@@ -48,18 +48,18 @@ def zigzag_inverse(seq_len: int, num_ranks: int) -> np.ndarray:
 
 
 def check_sequence(seq_len: int, num_context: int, num_tensor: int) -> None:
-    """Checks that each context rank gets two equal chunks, and each tensor rank an equal piece of those.
+    """Checks that each context rank gets two equal chunks, and each tensor rank an equal piece of these.
 
     Raises:
-      UserError: not so; with the nearest lengths that do.
+      UserError: the length does not divide; the message names the nearest lengths that do.
     """
     unit = num_context * math.lcm(2 if num_context > 1 else 1, num_tensor)
     if seq_len % unit == 0:
         return
     nearest = [n for n in (seq_len // unit * unit, (seq_len // unit + 1) * unit) if n]
     raise UserError(
-        f"SEQ_LEN={seq_len} does not divide between CONTEXT={num_context} (two chunks a rank, if more than one) x "
-        f"TENSOR={num_tensor}: it must be a multiple of {unit}; choose {' or '.join(map(str, nearest))}"
+        f"seq_len={seq_len} does not divide between context={num_context} (two chunks a rank, if more than one) x "
+        f"tensor={num_tensor}: it must be a multiple of {unit}; use {' or '.join(map(str, nearest))}"
     )
 
 

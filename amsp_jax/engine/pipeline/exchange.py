@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +12,24 @@ from jax import lax
 from amsp_jax.engine.collectives import Reduction, param_shard, reduce_accumulated
 from amsp_jax.engine.parallel import STAGE
 from amsp_jax.engine.pipeline.schedule import Assignment
-from amsp_jax.engine.plan import LeafPlan
-from amsp_jax.model import Params
+from amsp_jax.engine.plan import LeafPlan, LeafPlans
+from amsp_jax.engine.trees import GradShard, Master, OptGrad, ParamShard, Tree, tree_map
 
 
-def exchange(assignment: Assignment, leaves: Sequence[Params], master: Sequence[Params], dtype: Any) -> list[Params]:
+def slot_leaves(assignment: Assignment, leaves: Sequence[LeafPlans], slot: int) -> LeafPlans:
+    """The plans of a slot. Its leaf is frozen if it is frozen in the block of every stage: stages run one program."""
+    first, *others = (leaves[block] for block in assignment.blocks(slot))
+
+    def one(leaf: LeafPlan, *same: LeafPlan) -> LeafPlan:
+        return dataclasses.replace(leaf, frozen=all(each.frozen for each in (leaf, *same)))
+
+    result: LeafPlans = jax.tree.map(one, first, *others)
+    return result
+
+
+def exchange(
+    assignment: Assignment, leaves: Sequence[LeafPlans], master: Sequence[Tree[Master]], dtype: jnp.dtype
+) -> list[Tree[ParamShard]]:
     """This stage's P shards, one tree a slot, from the OS shards of all blocks; zeros where the slot is missing.
 
     Args:
@@ -27,42 +39,58 @@ def exchange(assignment: Assignment, leaves: Sequence[Params], master: Sequence[
     """
     slots = []
     for slot in range(assignment.num_slots):
-        like = leaves[assignment.blocks(slot)[0]]
         zeros = jax.tree.map(jnp.zeros_like, master[assignment.blocks(slot)[0]])
         pieces = [master[block] if block >= 0 else zeros for block in assignment.owner[:, slot]]
-        slots.append(jax.tree.map(lambda leaf, *xs: _own_shard(leaf, dtype, xs), like, *pieces))
+        plans = slot_leaves(assignment, leaves, slot)
+        shards: Tree[ParamShard] = jax.tree.map(lambda leaf, *xs: _own_shard(leaf, dtype, xs), plans, *pieces)
+        slots.append(shards)
     return slots
 
 
-def _own_shard(leaf: LeafPlan, dtype: Any, pieces: Sequence[jax.Array]) -> jax.Array:
+def _own_shard(leaf: LeafPlan, dtype: jnp.dtype, pieces: Sequence[Master]) -> ParamShard:
     if leaf.dim is None:
-        return lax.dynamic_index_in_dim(jnp.stack(pieces), lax.axis_index(STAGE), keepdims=False)
+        return ParamShard(lax.dynamic_index_in_dim(jnp.stack(pieces), lax.axis_index(STAGE), keepdims=False))
     # `stage` is the least significant axis of the dimension, so the pieces of all stages make a contiguous shard.
     mine = _all_to_all(jnp.concatenate([x.astype(dtype) for x in pieces], leaf.dim), leaf.dim)
-    return param_shard(_within_stage(leaf), mine, dtype)
+    return param_shard(_within_stage(leaf), Master(mine), dtype)
 
 
 def exchange_back(
-    assignment: Assignment, leaves: Sequence[Params], grads: Sequence[Params], reduction: Reduction
-) -> list[Params]:
+    assignment: Assignment,
+    leaves: Sequence[LeafPlans],
+    grads: Sequence[Tree[GradShard | None]],
+    reduction: Reduction,
+) -> list[Tree[OptGrad | None]]:
     """The OS shards of every block's gradient, one tree a block, from the G shards of this stage's slots."""
-    blocks: list[Params] = [None] * len(leaves)
+    blocks: list[Tree[OptGrad | None]] = [Tree()] * len(leaves)
+    num_stages = len(assignment.owner)
+
+    def one(leaf: LeafPlan, grad: GradShard | None) -> Sequence[OptGrad] | None:
+        return None if grad is None else _shards_of_all(leaf, grad, reduction, num_stages)
+
     for slot in range(assignment.num_slots):
-        like, structure = jax.tree.flatten(leaves[assignment.blocks(slot)[0]])
-        pairs = zip(like, jax.tree.leaves(grads[slot]), strict=True)
-        pieces = [_shards_of_all(leaf, grad, reduction, len(assignment.owner)) for leaf, grad in pairs]
+        pieces = tree_map(one, slot_leaves(assignment, leaves, slot), grads[slot])
         for stage, block in enumerate(assignment.owner[:, slot]):
             if block >= 0:
-                blocks[block] = jax.tree.unflatten(structure, [shards[stage] for shards in pieces])
+                blocks[block] = _of_stage(leaves[block], pieces, stage)
     return blocks
 
 
-def _shards_of_all(leaf: LeafPlan, grad: jax.Array, reduction: Reduction, num_stages: int) -> Sequence[jax.Array]:
+def _of_stage(leaves: LeafPlans, pieces: Tree[Sequence[OptGrad] | None], stage: int) -> Tree[OptGrad | None]:
+    """The gradient of one block of a slot; a leaf that is frozen in this block alone has none."""
+
+    def one(leaf: LeafPlan, shards: Sequence[OptGrad] | None) -> OptGrad | None:
+        return None if shards is None or leaf.frozen else shards[stage]
+
+    return tree_map(one, leaves, pieces)
+
+
+def _shards_of_all(leaf: LeafPlan, grad: GradShard, reduction: Reduction, num_stages: int) -> Sequence[OptGrad]:
     if leaf.dim is None:
         mine = jnp.zeros((num_stages, *grad.shape), grad.dtype).at[lax.axis_index(STAGE)].set(grad)
-        return list(reduce_accumulated(leaf, mine, reduction))
+        return [OptGrad(piece) for piece in reduce_accumulated(leaf, GradShard(mine), reduction)]
     reduced = reduce_accumulated(_within_stage(leaf), grad, reduction)
-    return jnp.split(_all_to_all(reduced, leaf.dim), num_stages, leaf.dim)
+    return [OptGrad(piece) for piece in jnp.split(_all_to_all(reduced, leaf.dim), num_stages, leaf.dim)]
 
 
 def _within_stage(leaf: LeafPlan) -> LeafPlan:

@@ -102,25 +102,24 @@ class PipelineSchedule:
     def __post_init__(self) -> None:
         p, v, m = self.num_stages, self.virtual_stages, self.num_microbatches
         if self.name not in NAMES:
-            raise UserError(f"PIPELINE_SCHEDULE={self.name!r}: it must be one of {', '.join(NAMES)}")
+            raise UserError(f"pipeline_schedule={self.name!r}: it must be one of {', '.join(NAMES)}")
         if min(p, v, m) < 1:
-            raise UserError(f"PIPELINE={p}, VIRTUAL_STAGES={v}, {m} microbatches: each must be at least 1")
+            raise UserError(f"pipeline={p}, virtual_stages={v}, {m} microbatches: each must be at least 1")
         if v > 1 and p == 1:
             raise UserError(
-                f"VIRTUAL_STAGES={v} with PIPELINE=1: one stage has nothing to interleave with; set VIRTUAL_STAGES=1, "
-                "or PIPELINE to 2 or more"
+                f"virtual_stages={v} with pipeline=1: one stage has nothing to interleave with; use virtual_stages=1, "
+                "or pipeline=2 or more"
             )
         if m < p:
             raise UserError(
-                f"{m} microbatch{'es' * (m > 1)} in a step are fewer than the PIPELINE={p} stages, some of which would "
-                f"never work; set PIPELINE={m}, or MICROBATCH and GLOBAL_BATCH so that there are {p} microbatches or "
-                "more"
+                f"{m} microbatch{'es' * (m > 1)} in a step are fewer than the pipeline={p} stages, some of which would "
+                f"never work; use pipeline={m}, or at least {p} microbatches (global_batch / microbatch / data ranks)"
             )
         if v > 1 and m % p:
             raise UserError(
-                f"VIRTUAL_STAGES={v} needs microbatches in groups of PIPELINE={p}, and {m} is no multiple of it; set "
-                f"MICROBATCH and GLOBAL_BATCH so that there are {m // p * p} or {-(-m // p) * p} microbatches, or "
-                "VIRTUAL_STAGES=1"
+                f"virtual_stages={v} needs microbatches in groups of pipeline={p}, and {m} is no multiple of {p}; use "
+                f"{m // p * p} or {-(-m // p) * p} microbatches (global_batch / microbatch / data ranks), or "
+                "virtual_stages=1"
             )
 
     @property
@@ -245,13 +244,13 @@ def assign_blocks(num_blocks: int, num_stages: int, virtual_stages: int = 1) -> 
     """
     num_virtual = num_stages * virtual_stages
     if num_virtual > num_blocks:
-        fewer = [f"VIRTUAL_STAGES to at most {num_blocks // num_stages}"] if num_blocks >= num_stages else []
+        fewer = [f"virtual_stages={num_blocks // num_stages}"] if num_blocks >= num_stages else []
         if num_blocks // virtual_stages > 1:
-            fewer.append(f"PIPELINE to at most {num_blocks // virtual_stages}")
+            fewer.append(f"pipeline={num_blocks // virtual_stages}")
         raise UserError(
-            f"PIPELINE={num_stages} x VIRTUAL_STAGES={virtual_stages} are {num_virtual} virtual stages, and each needs "
-            f"a block, of which the model has {num_blocks}; "
-            f"set {', or '.join(fewer) or 'PIPELINE and VIRTUAL_STAGES to 1'}"
+            f"pipeline={num_stages} x virtual_stages={virtual_stages} are {num_virtual} virtual stages, and each needs "
+            f"a block, of which the model has {num_blocks}; use at most "
+            f"{' or '.join(fewer) or 'pipeline=1 and virtual_stages=1'}"
         )
     lengths = _lengths(num_blocks, num_virtual)
     starts = np.concatenate([[0], np.cumsum(lengths)])

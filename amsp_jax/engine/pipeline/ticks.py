@@ -1,4 +1,4 @@
-"""The scan over the ticks of a `PipelineSchedule`: one program for all stages, for use inside `shard_map`.
+"""The scan over the ticks of a `Schedule`: one program for all stages, for use inside `shard_map`.
 
 Each half of a tick is one `switch` on the table's entry of this stage. What a half sends travels while the other half
 computes. A tree of one stage is a list: the embedding, one item a slot of its blocks, the head.
@@ -15,16 +15,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from amsp_jax.engine.blocks import Gather, Remat, run_blocks
+from amsp_jax.engine.block_backward import run_blocks
 from amsp_jax.engine.collectives import Reduction, param_shard, reduce_accumulated
 from amsp_jax.engine.parallel import STAGE
-from amsp_jax.engine.pipeline.exchange import exchange, exchange_back
+from amsp_jax.engine.parts import Gather, PartState, Uses, grad_shape, split
+from amsp_jax.engine.pipeline.exchange import exchange, exchange_back, slot_leaves
 from amsp_jax.engine.pipeline.schedule import Assignment, Kind, PipelineSchedule, assign_blocks, forward_alone
+from amsp_jax.engine.plan import LeafPlan, LeafPlans
+from amsp_jax.engine.rematerialization import Remat
+from amsp_jax.engine.trees import GradShard, Master, OptGrad, Param, ParamShard, Sink, Tree, tree_map
 from amsp_jax.errors import UserError
-from amsp_jax.model import Batch, LossOutput, Model, Params, Part
+from amsp_jax.model import Batch, LossOutput, Model, Part
 
 KeysOf = Callable[[jax.Array], jax.Array]
 """From row numbers [rows] to one PRNG key a row."""
+Sinks = Mapping[int, Tree[Sink | None]]
+"""By the number of a part on this stage; a part that is not there gets no gradient."""
 Data = tuple[Batch, jax.Array]
 """Arrays [microbatches, rows, ...] and row numbers [microbatches, rows]; or those of one microbatch."""
 
@@ -48,58 +54,67 @@ class Pipeline:
       model: the model.
       leaves: of the whole tree of parameters, a `LeafPlan` each.
       schedule: the order of work.
-      gather_tree: how parameters are gathered at use.
+      gather: how parameters are gathered at use.
       remat: what a stage keeps when it computes a microbatch again for its backward pass.
       assignment: which stage has which blocks.
     """
 
     model: Model
-    leaves: Params
+    leaves: LeafPlans
     schedule: PipelineSchedule
-    gather_tree: Gather
+    gather: Gather
     remat: Remat
     assignment: Assignment
 
-    def param_shards(self, params: Params, dtype: Any) -> list[Params]:
+    def param_shards(self, params: Tree[Master], dtype: jnp.dtype) -> list[Tree[ParamShard]]:
         """The P shards of this stage, from the OS shards of the whole tree."""
-        embed_l, blocks_l, head_l = self.model.split(self.leaves)
-        embed, blocks, head = self.model.split(params)
-        ends = [
-            jax.tree.map(lambda leaf, x: param_shard(leaf, x, dtype), leaves, part)
-            for leaves, part in ((embed_l, embed), (head_l, head))
-        ]
-        return [ends[0], *exchange(self.assignment, blocks_l, blocks, dtype), ends[1]]
 
-    def grads(self, shards: Sequence[Params], data: Data, keys_of: KeysOf) -> tuple[LossOutput, list[Params]]:
+        def one(leaf: LeafPlan, master: Master) -> ParamShard:
+            return param_shard(leaf, master, dtype)
+
+        first_l, *blocks_l, last_l = split(self.model, self.leaves)
+        first, *blocks, last = split(self.model, params)
+        slots = exchange(self.assignment, blocks_l, blocks, dtype)
+        return [tree_map(one, first_l, first), *slots, tree_map(one, last_l, last)]
+
+    def grads(
+        self, shards: Sequence[Tree[ParamShard]], data: Data, keys_of: KeysOf
+    ) -> tuple[LossOutput, list[Tree[GradShard | None]]]:
         """Sums of the head, zeros but on the last stage, and this stage's accumulated float32 G shards."""
         return _Ticks(self, shards, data, keys_of).train()
 
-    def reduce(self, grads: Sequence[Params], reduction: Reduction) -> Params:
+    def reduce(self, grads: Sequence[Tree[GradShard | None]], reduction: Reduction) -> Tree[OptGrad | None]:
         """The OS shards of the whole tree's gradients, once a step, from the accumulated G shards of this stage."""
-        embed_l, blocks_l, head_l = self.model.split(self.leaves)
-        embed, *blocks, head = grads
-        ends = [
-            jax.tree.map(lambda leaf, g: reduce_accumulated(leaf, g, reduction), leaves, part)
-            for leaves, part in ((embed_l, embed), (head_l, head))
-        ]
-        return self.model.join(ends[0], exchange_back(self.assignment, blocks_l, blocks, reduction), ends[1])
 
-    def forward(self, shards: Sequence[Params], data: Data, keys_of: KeysOf) -> Any:
+        def one(leaf: LeafPlan, grad: GradShard | None) -> OptGrad | None:
+            return None if grad is None else reduce_accumulated(leaf, grad, reduction)
+
+        def nothing(leaf: LeafPlan) -> OptGrad | None:
+            return None if leaf.frozen else OptGrad(jnp.zeros(grad_shape(leaf, True), jnp.float32))
+
+        first_l, *blocks_l, last_l = split(self.model, self.leaves)
+        first, *slots, last = grads
+        blocks = exchange_back(self.assignment, blocks_l, slots, reduction)
+        # A leaf that several parts use has a gradient in each of them.
+        parts = [tree_map(one, first_l, first), *blocks, tree_map(one, last_l, last)]
+        return Uses(self.model, self.leaves).total(parts, nothing)
+
+    def forward(self, shards: Sequence[Tree[ParamShard]], data: Data, keys_of: KeysOf) -> Any:
         """What the head gives for each microbatch, [microbatches, ...], on every stage; for evaluation and logits.
 
         Takes any number of microbatches.
         """
         return _Ticks(self, shards, data, keys_of).evaluate()
 
-    def stage_leaves(self) -> list[Params]:
-        """The `LeafPlan`s of one stage."""
-        embed, blocks, head = self.model.split(self.leaves)
+    def stage_leaves(self) -> list[LeafPlans]:
+        """The `LeafPlan`s of one stage: of the embedding, each slot of its blocks, and the head."""
+        first, *blocks, last = split(self.model, self.leaves)
         slots = range(self.assignment.num_slots)
-        return [embed, *(blocks[self.assignment.blocks(slot)[0]] for slot in slots), head]
+        return [first, *(slot_leaves(self.assignment, blocks, slot) for slot in slots), last]
 
 
 def make_pipeline(
-    model: Model, leaves: Params, schedule: PipelineSchedule, gather_tree: Gather, remat: Remat
+    model: Model, leaves: LeafPlans, schedule: PipelineSchedule, gather: Gather, remat: Remat
 ) -> Pipeline:
     """The model on the stages of a schedule.
 
@@ -110,7 +125,7 @@ def make_pipeline(
       model: the model.
       leaves: a `LeafPlan` in place of each parameter, whose dimension is split over `stage` last.
       schedule: of at least two stages.
-      gather_tree: the gather.
+      gather: how parameters are gathered.
       remat: what a block keeps.
 
     Raises:
@@ -123,24 +138,35 @@ def make_pipeline(
         for other in others:
             if model.blocks[other] != model.blocks[first]:
                 raise UserError(
-                    f"PIPELINE={schedule.num_stages}: blocks {first} and {other} of {model.name} differ, and "
-                    "are in the same place of two stages, which run one program; give them one Part, or set PIPELINE=1"
+                    f"pipeline={schedule.num_stages}: blocks {first} and {other} of {model.name} differ, and "
+                    "are in the same place of two stages, which run one program; give them one Part, or use pipeline=1"
                 )
+            _check_alike(split(model, leaves)[1:-1], first, other)
     remat = Remat.NONE if remat is Remat.FULL else remat
-    return Pipeline(model, leaves, schedule, gather_tree, remat, assignment)
+    return Pipeline(model, leaves, schedule, gather, remat, assignment)
+
+
+def _check_alike(blocks: Sequence[LeafPlans], first: int, other: int) -> None:
+    """Raises UserError unless two blocks in one place of two stages are stored alike; either may be frozen."""
+    for a, b in zip(jax.tree.leaves(blocks[first]), jax.tree.leaves(blocks[other]), strict=True):
+        if a.kind != dataclasses.replace(b.kind, frozen=a.frozen):
+            raise UserError(
+                f"{a.path} and {b.path} are sharded differently, and are in the same place of two pipeline stages, "
+                "which run one program; give both the same rule, or use pipeline=1"
+            )
 
 
 class _Ticks:
     """The program of one call: the parameters, the data, and the scan over ticks."""
 
-    def __init__(self, pipeline: Pipeline, shards: Sequence[Params], data: Data, keys_of: KeysOf) -> None:
+    def __init__(self, pipeline: Pipeline, shards: Sequence[Tree[ParamShard]], data: Data, keys_of: KeysOf) -> None:
         self.pipeline, self.shards, self.data, self.keys_of = pipeline, shards, data, keys_of
         self.model, self.assignment = pipeline.model, pipeline.assignment
         self.leaves = pipeline.stage_leaves()
         self.stage = lax.axis_index(STAGE)
         self.x = self._shape_between_stages()
 
-    def train(self) -> tuple[LossOutput, list[Params]]:
+    def train(self) -> tuple[LossOutput, list[Tree[GradShard | None]]]:
         schedule = self.pipeline.schedule
         assert len(self.data[1]) == schedule.num_microbatches
         # The last virtual stage goes forward inside its backward half.
@@ -193,7 +219,7 @@ class _Ticks:
 
     def _forward_branch(self, kind: Kind, chunk: int) -> Callable[..., Any]:
         def forward(x: Any, item: Data) -> Any:
-            return x if kind is Kind.IDLE else self._run(kind, chunk, self._no_sinks(), x, item)
+            return x if kind is Kind.IDLE else self._run(kind, chunk, {}, x, item)
 
         return forward
 
@@ -201,18 +227,18 @@ class _Ticks:
         def forward(x: Any, item: Data) -> Any:
             if kind is Kind.IDLE:
                 return x, _zeros(shape)
-            result = self._run(kind, chunk, self._no_sinks(), x, item)
+            result = self._run(kind, chunk, {}, x, item)
             return (x, result) if kind is Kind.LAST else (result, _zeros(shape))
 
         return forward
 
     def _backward_branch(self, kind: Kind, chunk: int) -> Callable[..., Any]:
-        def backward(grads: list[Params], sums: LossOutput, x: Any, dy: Any, item: Data) -> Any:
+        def backward(grads: list[Any], sums: LossOutput, x: Any, dy: Any, item: Data) -> Any:
             if kind is Kind.IDLE:
                 return grads, sums, x
             sinks = {part: self._zero_grads(part) for part in self._parts_of(kind, chunk)}
 
-            def run(sinks: Mapping[int, Params], x: Any) -> Any:
+            def run(sinks: Sinks, x: Any) -> Any:
                 result = self._run(kind, chunk, sinks, x, item)
                 return (result[0][0], result) if kind is Kind.LAST else (result, None)
 
@@ -223,7 +249,7 @@ class _Ticks:
 
         return backward
 
-    def _run(self, kind: Kind, chunk: int, sinks: Mapping[int, Params], x: Any, item: Data) -> Any:
+    def _run(self, kind: Kind, chunk: int, sinks: Sinks, x: Any, item: Data) -> Any:
         """One virtual stage on one microbatch: what the next one gets, or what the head gives."""
         batch, rows = item
         keys = self.keys_of(rows)
@@ -235,14 +261,14 @@ class _Ticks:
         embed = self._gathered(0, sinks) if self.model.tied else None
         return self.model.head.apply(self._gathered(len(self.leaves) - 1, sinks), embed, x, batch, keys)
 
-    def _blocks(self, chunk: int, sinks: Mapping[int, Params], x: Any, batch: Batch, keys: jax.Array) -> Any:
+    def _blocks(self, chunk: int, sinks: Sinks, x: Any, batch: Batch, keys: jax.Array) -> Any:
         slots = self.assignment.chunk_slots[chunk]
         numbers = jnp.asarray(self.assignment.owner + 1)[self.stage]
         block_keys = [jax.vmap(jax.random.fold_in, (0, None))(keys, numbers[slot]) for slot in slots]
-        leaves, shards, own_sinks = ([tree[1 + slot] for slot in slots] for tree in (self.leaves, self.shards, sinks))
+        states = [self._state(1 + slot, sinks) for slot in slots]
         blocks = [self._block(slot) for slot in slots]
         pipeline = self.pipeline
-        return run_blocks(blocks, leaves, pipeline.gather_tree, pipeline.remat, shards, own_sinks, x, batch, block_keys)
+        return run_blocks(blocks, states, pipeline.gather, pipeline.remat, x, batch, block_keys)
 
     def _block(self, slot: int) -> Part:
         part = self.model.blocks[self.assignment.blocks(slot)[0]]
@@ -250,14 +276,19 @@ class _Ticks:
             return part
         has_block = self.assignment.owner[:, slot] >= 0
 
-        def apply(params: Params, x: Any, batch: Batch, key: jax.Array) -> Any:
+        def apply(params: Any, x: Any, batch: Batch, key: jax.Array) -> Any:
             is_here = jnp.asarray(has_block)[lax.axis_index(STAGE)]
             return lax.cond(is_here, part.apply, lambda params, x, batch, key: x, params, x, batch, key)
 
         return dataclasses.replace(part, apply=apply)
 
-    def _gathered(self, part: int, sinks: Mapping[int, Params]) -> Params:
-        return self.pipeline.gather_tree(self.leaves[part], self.shards[part], sinks[part])
+    def _state(self, part: int, sinks: Sinks) -> PartState:
+        leaves = self.leaves[part]
+        own = sinks[part] if part in sinks else tree_map(lambda leaf: None, leaves)
+        return PartState.of(leaves, self.shards[part], own)
+
+    def _gathered(self, part: int, sinks: Sinks) -> Tree[Param]:
+        return self.pipeline.gather(self._state(part, sinks))
 
     def _parts_of(self, kind: Kind, chunk: int) -> list[int]:
         """The parts whose parameters this work differentiates."""
@@ -268,14 +299,13 @@ class _Ticks:
             return [*([0] if self.model.tied else []), *slots, len(self.leaves) - 1]
         return slots
 
-    def _zero_grads(self, part: int) -> Params:
-        return jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shard_shape(leaf.param_axes + leaf.grad_axes), jnp.float32), self.leaves[part]
-        )
+    def _zero_grads(self, part: int) -> Any:
+        """Zeros of the shape of a part's G shards, for sinks and for their sum; None for frozen leaves."""
 
-    def _no_sinks(self) -> dict[int, Params]:
-        """Never read without a backward pass, so they may be scalars."""
-        return {part: jax.tree.map(lambda leaf: jnp.float32(0), leaves) for part, leaves in enumerate(self.leaves)}
+        def one(leaf: LeafPlan) -> jax.Array | None:
+            return None if leaf.frozen else jnp.zeros(grad_shape(leaf, False), jnp.float32)
+
+        return tree_map(one, self.leaves[part])
 
     def _microbatch(self, number: Any) -> Data:
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), self.data)
@@ -294,21 +324,20 @@ class _Ticks:
 
     def _shape_between_stages(self) -> Any:
         batch, rows = self._microbatch(0)
-        sinks = self._no_sinks()
-        x = jax.eval_shape(lambda: self.model.embed.apply(self._gathered(0, sinks), batch, self.keys_of(rows)))
+        x = jax.eval_shape(lambda: self.model.embed.apply(self._gathered(0, {}), batch, self.keys_of(rows)))
         leaves = jax.tree.leaves(x)
         if not leaves or not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves):
             found = ", ".join(str(leaf.dtype) for leaf in leaves) or "nothing"
             raise UserError(
-                f"the embedding of {self.model.name} gives {found}; with PIPELINE={self.pipeline.schedule.num_stages} "
+                f"the embedding of {self.model.name} gives {found}; with pipeline={self.pipeline.schedule.num_stages} "
                 "it must give floating-point arrays, which are sent from stage to stage; let blocks read the rest from "
-                "`batch`, or set PIPELINE=1"
+                "`batch`, or use pipeline=1"
             )
         return x
 
     def _head_shape(self) -> Any:
         last = len(self.assignment.chunk_slots) - 1
-        return jax.eval_shape(lambda: self._run(Kind.LAST, last, self._no_sinks(), _zeros(self.x), self._microbatch(0)))
+        return jax.eval_shape(lambda: self._run(Kind.LAST, last, {}, _zeros(self.x), self._microbatch(0)))
 
 
 def _zeros(shapes: Any) -> Any:

@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from amsp_jax.engine.blocks import num_untied, reduction_window
+from amsp_jax.engine.block_backward import num_untied, reduction_window
 from amsp_jax.engine.collectives import Reduction, reduction_steps
 from amsp_jax.engine.plan import MASTER_BYTES, LeafPlan, Plan
-from amsp_jax.engine.train_step import StepSettings
+from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.model import Params
 from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
 from amsp_jax.predict.cost.storage import leaf_counts, stored_opt_state

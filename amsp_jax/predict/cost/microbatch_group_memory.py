@@ -14,7 +14,7 @@ import jax
 import optax
 
 from amsp_jax.engine.plan import LeafPlan, Plan
-from amsp_jax.engine.train_step import StepSettings
+from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.model import Params
 from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
 from amsp_jax.predict.cost.memory import (

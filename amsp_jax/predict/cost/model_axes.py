@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.parallel import CONTEXT, STAGE, TENSOR, ModelParallel
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.predict.cluster import CollectiveKind, Network
 from amsp_jax.predict.cost.communication import EXCHANGE, Collective, Phase
 from amsp_jax.predict.cost.memory import GRAD_BYTES

@@ -13,7 +13,7 @@ import optax
 
 from amsp_jax.engine.pipeline.schedule import Kind, PipelineSchedule
 from amsp_jax.engine.plan import Plan
-from amsp_jax.engine.train_step import StepSettings
+from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
 from amsp_jax.predict.cost.memory import GRAD_BYTES, MemoryEstimate, PartBytes, argument_bytes, at_peak
 from amsp_jax.predict.cost.pipeline_timeline import Chunks, num_slots

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import jax
 
-from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.engine.plan import LeafPlan
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.model import Model, Params
 from amsp_jax.predict.cost.trace import ModelTrace, PartTrace
 

@@ -1,7 +1,7 @@
 """The work and the memory of a model's parts, read off abstract traces of one microbatch on one device.
 
-Each part runs through the step's own code (`stack.run_blocks`) with whole parameters, so what a rematerialisation
-policy saves and recomputes is what the step will. No device is touched. FLOPs are exact; bytes moved are an estimate
+Each part runs through the step's own code (`block_backward.run_blocks`) with whole parameters, so what a remat policy
+saves and recomputes is what the step will. No device is touched. FLOPs are exact; bytes moved are an estimate
 (`program`).
 """
 
@@ -18,9 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo
 
-from amsp_jax.engine.blocks import Gather, Remat, policy, run_blocks
+from amsp_jax.engine.block_backward import run_blocks
 from amsp_jax.engine.collectives import Reduction
+from amsp_jax.engine.parts import Gather, PartState
 from amsp_jax.engine.plan import plan_parameters
+from amsp_jax.engine.rematerialization import Remat, policy
 from amsp_jax.model import Params
 from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
 from amsp_jax.predict.cost.program import (
@@ -205,7 +207,7 @@ class _Tracer:
         leaves, apply = self.leaves[0], self.model.embed.apply
 
         def run(sinks: Params, shards: Params, batch: Any, keys: Any) -> Any:
-            return apply(self.gather(leaves, shards, sinks), batch, keys)
+            return apply(self.gather(PartState.of(leaves, shards, sinks)), batch, keys)
 
         return _trace(run, (self.sinks[0],), (self.shards[0], self.batch, self.keys), has_barrier=False)
 
@@ -214,7 +216,8 @@ class _Tracer:
         part, leaves = self.model.blocks[index], self.leaves[1][index]
 
         def run(sinks: Params, x: Any, shards: Params, batch: Any, keys: Any) -> Any:
-            return run_blocks([part], [leaves], self.gather, self.remat, [shards], [sinks], x, batch, [keys])
+            state = PartState.of(leaves, shards, sinks)
+            return run_blocks([part], [state], self.gather, self.remat, x, batch, [keys])
 
         inputs, constants = (self.sinks[1][index], x), (self.shards[1][index], self.batch, self.keys)
         return _trace(run, inputs, constants, has_barrier=True)
@@ -226,7 +229,7 @@ class _Tracer:
 
         def run(params: Any, x: Any, shards: Params, batch: Any, keys: Any) -> Any:
             sinks, embed = params
-            return apply(self.gather(leaves, shards, sinks), embed, x, batch, keys)[0][0]
+            return apply(self.gather(PartState.of(leaves, shards, sinks)), embed, x, batch, keys)[0][0]
 
         if not self.model.blocks:
             kept = policy(Remat.FULL if self.remat is Remat.FULL else Remat.NONE)

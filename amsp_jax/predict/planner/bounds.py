@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.engine.plan import LARGE_LEAF, MASTER_BYTES, LeafPlan, plan_parameters
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.predict.cost import compute, model_axes
 from amsp_jax.predict.cost.communication import ONCE, Collective, PartPlan, Phase, messages, on_its_stage
 from amsp_jax.predict.cost.memory import ALLOCATOR_MARGIN, GRAD_BYTES
@@ -103,7 +103,7 @@ class Bounds:
         params = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
         outer, dtype = dataclasses.replace(parallel, tensor=1), self.scorer.workload.compute_dtype
         plan = plan_parameters(strategy_of(degrees), params, degrees.ranks, None, dtype, parallel=outer)
-        leaves: list[LeafPlan] = plan.leaves
+        leaves: list[LeafPlan] = jax.tree.leaves(plan.leaves)
         return leaves
 
     @functools.cache  # noqa: B019

@@ -16,10 +16,10 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.context import check_sequence
 from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.engine.pipeline.schedule import assign_blocks
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.errors import UserError
 from amsp_jax.predict.planner.bounds import Bounds
 from amsp_jax.predict.planner.scorer import Scorer

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from amsp_jax.engine.blocks import Remat, reduction_window
+from amsp_jax.engine.block_backward import reduction_window
 from amsp_jax.engine.microbatch_groups import WINDOW
 from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.engine.pipeline.schedule import PipelineSchedule
 from amsp_jax.engine.plan import LeafPlan, Plan, plan_parameters
-from amsp_jax.engine.train_step import StepSettings
+from amsp_jax.engine.rematerialization import Remat
+from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.errors import UserError
 from amsp_jax.model import Params
 from amsp_jax.predict.cluster import Cluster, Network, Rates

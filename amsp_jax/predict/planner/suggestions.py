@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 
-from amsp_jax.engine.blocks import Remat
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.predict.cluster import Cluster
 from amsp_jax.predict.planner.scorer import Scorer
 from amsp_jax.predict.planner.types import Candidate, Objective, Space, Workload

@@ -10,9 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.collectives import Reduction
 from amsp_jax.engine.parallel import ModelParallel
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.errors import UserError
 from amsp_jax.model import Model
 from amsp_jax.predict.cost.communication import Phase
