@@ -165,7 +165,9 @@ def group_grads(
         return None if leaf.frozen else jnp.zeros(grad_shape(leaf, group.is_last), jnp.float32)
 
     used = [embed_shard, *(run.shard for run in runs), head_shard]
-    return sums, uses.total(reduced[::-1], nothing), uses.first(used)
+    # No part reads the shard of a leaf that no part has.
+    shards = uses.first(used, ParamShard(jnp.float32(0)))
+    return sums, uses.total(reduced[::-1], nothing), shards
 
 
 def forward_blocks(

@@ -57,9 +57,9 @@ class Uses:
             result.append(jax.tree.unflatten(structure, kept))
         return result
 
-    def first(self, parts: Sequence[Tree[A]]) -> Tree[A]:
-        """The whole tree, of each leaf its first use."""
-        return self._joined(parts, lambda first, later: first, self._missing)
+    def first(self, parts: Sequence[Tree[A]], unused: A) -> Tree[A]:
+        """The whole tree, of each leaf its first use; a leaf that no part uses is `unused`."""
+        return self._joined(parts, lambda first, later: first, lambda plan: unused)
 
     def total(self, parts: Sequence[Tree[B | None]], unused: Callable[[LeafPlan], B | None]) -> Tree[B | None]:
         """The whole tree, of each leaf the sum over its uses; a leaf that no part uses is `unused(plan)`."""
@@ -77,9 +77,6 @@ class Uses:
     def _flat(self, parts: Sequence[Tree[Any]]) -> list[list[Any]]:
         """The values of each part in the order of `_numbers`; None counts as a value."""
         return [structure.flatten_up_to(part) for structure, part in zip(self._structures, parts, strict=True)]
-
-    def _missing(self, plan: LeafPlan) -> Any:
-        raise AssertionError(f"{plan.path} belongs to no part")
 
 
 @dataclasses.dataclass(frozen=True)

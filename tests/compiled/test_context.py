@@ -75,7 +75,7 @@ def test_sequences_that_divide(seq_len, num_context, num_tensor):
         (1001, 1, 4, "seq_len=1001 .* tensor=4: .* multiple of 4; use 1000 or 1004$"),
         (1020, 4, 1, "seq_len=1020 .* context=4 .*two chunks.* multiple of 8; use 1016 or 1024$"),
         (1000, 2, 3, "context=2 .* tensor=3: .* multiple of 12; use 996 or 1008$"),
-        (3, 8, 1, "choose 16$"),
+        (3, 8, 1, "use 16$"),
     ],
 )
 def test_a_sequence_that_does_not_divide_is_an_error(seq_len, num_context, num_tensor, message):

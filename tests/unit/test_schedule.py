@@ -135,7 +135,7 @@ def test_every_block_once_in_order(num_blocks, p, v):
 
 
 @pytest.mark.parametrize(
-    "p, v, words", [(4, 2, "at most virtual_stages=1 or pipeline=2"), (8, 1, "at most pipeline=5")]
+    ("p", "v", "words"), [(4, 2, "at most virtual_stages=1 or pipeline=2"), (8, 1, "at most pipeline=5")]
 )
 def test_more_virtual_stages_than_blocks(p, v, words):
     with pytest.raises(UserError, match=words):
