@@ -12,6 +12,7 @@ axis, whatever part of the model it is; `context`, and `tensor` where it is not 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import re
 from collections import Counter
@@ -25,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from amsp_jax.engine.mesh import DataAxes, data_axes, find_nodes, make_mesh, mesh_axes
 from amsp_jax.engine.parallel import CONTEXT, STAGE, TENSOR, ModelParallel
-from amsp_jax.engine.trees import Tree
+from amsp_jax.engine.trees import Tree, tree_map
 from amsp_jax.errors import UserError
 from amsp_jax.model import Batch, LossOutput, Model, Params, Split
 from amsp_jax.strategy import DataRanks, Degrees, Strategy, parse
@@ -260,12 +261,16 @@ class Plan:
         return self._sum_bytes(jax.tree.leaves(self.leaves))
 
     def _sum_bytes(self, leaves: Sequence[LeafPlan]) -> Bytes:
-        opt = sum(leaf.num_opt_shard for leaf in leaves)
+        trained = [leaf for leaf in leaves if not leaf.frozen]
+        master, moment = (sum(leaf.num_opt_shard for leaf in some) for some in (leaves, trained))
         copied = [leaf for leaf in leaves if leaf.has_copy(self.compute_dtype)]
         copies = self._of_a_stage([(leaf, leaf.num_params_shard) for leaf in copied])
-        grads = self._of_a_stage([(leaf, leaf.num_grads_shard) for leaf in leaves])
+        grads = self._of_a_stage([(leaf, leaf.num_grads_shard) for leaf in trained])
         return Bytes(
-            params=copies * self.compute_dtype.itemsize, grads=grads * 4, master=opt * MASTER_BYTES, moments=opt * 2 * 4
+            params=copies * self.compute_dtype.itemsize,
+            grads=grads * 4,
+            master=master * MASTER_BYTES,
+            moments=moment * 2 * 4,
         )
 
     def _of_a_stage(self, values: Sequence[tuple[LeafPlan, int]]) -> int:
@@ -288,6 +293,7 @@ def make_plan(
     devices_per_node: int | None = None,
     parallel: ModelParallel | None = None,
     compute_dtype: Any = jnp.bfloat16,
+    frozen: str | Sequence[str] = (),
 ) -> Plan:
     """Compiles a strategy for a model on devices.
 
@@ -300,10 +306,11 @@ def make_plan(
       devices_per_node: takes this many devices, in their order, for a node.
       parallel: pipeline stages, context and tensor; none by default.
       compute_dtype: of gathered parameters.
+      frozen: regular expressions; a parameter whose whole name matches one has no gradient and no optimizer state.
 
     Raises:
-      UserError: the strategy does not fit the ranks, the devices are not as many, or the model is not made for the
-        parts that it is to be cut into.
+      UserError: the strategy does not fit the ranks, the devices are not as many, the model is not made for the parts
+        that it is to be cut into, or a pattern of `frozen` matches no parameter.
 
     Example:
       >>> plan = make_plan("zero3", model)
@@ -317,7 +324,32 @@ def make_plan(
         devices, num_nodes = find_nodes(jax.devices() if devices is None else devices, devices_per_node)
         ranks = parallel.data_ranks(num_nodes, len(devices) // num_nodes, max(1, len(model.blocks)))
     params, blocks = model.abstract_params(), model.block_numbers()
-    return _compile(strategy, model, params, ranks, devices, compute_dtype, parallel, splits, blocks)
+    plan = _compile(strategy, model, params, ranks, devices, compute_dtype, parallel, splits, blocks)
+    return dataclasses.replace(plan, leaves=_freeze(plan.leaves, (frozen,) if isinstance(frozen, str) else frozen))
+
+
+def _freeze(leaves: LeafPlans, patterns: Sequence[str]) -> LeafPlans:
+    names = [leaf.path for leaf in jax.tree.leaves(leaves)]
+    for pattern in patterns:
+        try:
+            found = any(re.fullmatch(pattern, name) for name in names)
+        except re.error as e:
+            raise UserError(f"frozen={pattern!r} is no regular expression: {e}") from None
+        if not found:
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+            raise UserError(
+                f"frozen={pattern!r} matches no parameter; a pattern matches the whole name, such as {', '.join(near)}"
+            )
+
+    def one(leaf: LeafPlan) -> LeafPlan:
+        is_frozen = any(re.fullmatch(pattern, leaf.path) for pattern in patterns)
+        note = "; ".join(filter(None, (leaf.note, "frozen")))
+        return dataclasses.replace(leaf, frozen=True, note=note) if is_frozen else leaf
+
+    result = tree_map(one, leaves)
+    if patterns and all(leaf.frozen for leaf in jax.tree.leaves(result)):
+        raise UserError(f"frozen={list(patterns)!r} matches every parameter, and nothing is left to train")
+    return result
 
 
 def plan_parameters(

@@ -1,4 +1,4 @@
-"""Frozen leaves: equality with one device in plain JAX, where they are constants; no gradient, no state, no reduction."""
+"""Frozen leaves train as constants do on one device in plain JAX: no gradient, no state, no reduction."""
 
 import dataclasses
 import re

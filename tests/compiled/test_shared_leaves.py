@@ -59,9 +59,7 @@ MODELS = {
         **COMMON,
     ),
     # One leaf everywhere.
-    "all": Model(
-        name="one", split=lambda p: (p, [p] * 4, p), join=lambda embed, blocks, head: blocks[-1], **COMMON
-    ),
+    "all": Model(name="one", split=lambda p: (p, [p] * 4, p), join=lambda embed, blocks, head: blocks[-1], **COMMON),
 }
 
 
@@ -88,7 +86,8 @@ def expected(model, params):
     return value, optax.tree.norm(grads), jax.tree.map(lambda x, g: x - 0.5 * g, params, grads)
 
 
-def check(name, strategy, accumulation, settings=None, parallel=None, ranks=DataRanks(2)):
+def check(name, strategy, accumulation, settings=None, parallel=None):
+    ranks = DataRanks(2)
     model = MODELS[name]
     devices = jax.devices()[: ranks.total * (parallel or ModelParallel()).total]
     plan = make_plan(strategy, model, ranks=ranks, devices=devices, compute_dtype=jnp.float32, parallel=parallel)
