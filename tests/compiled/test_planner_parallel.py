@@ -121,7 +121,7 @@ def test_uneven_stages_are_dealt_as_the_engine_does():
     chunks = Chunks.of((0,) * 6, 4, 1)
     assert [len(blocks) for stage in chunks.stages for _, blocks in stage] == [1, 2, 1]
     assert len(chunks.fullest) == 2
-    with pytest.raises(UserError, match="PIPELINE=4"):
+    with pytest.raises(UserError, match="pipeline=4"):
         Chunks.of((0, 0, 0), 4, 1)
 
 

@@ -65,7 +65,7 @@ def config(*flags):
 def test_a_batch_that_does_not_divide_is_told_before_anything_is_measured(monkeypatch):
     monkeypatch.setattr(auto, "calibrated", None)
     settings = config("--gin.MICROBATCH=1", "--gin.MICROBATCH_GROUP=4")
-    with pytest.raises(UserError, match="MICROBATCH_GROUP=4, but a step has 2 microbatches"):
+    with pytest.raises(UserError, match="microbatch_group=4 does not divide the 2 microbatches"):
         auto.choose(settings, cli.build_model(settings).model, FakeLayout())
 
 
