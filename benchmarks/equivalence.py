@@ -76,7 +76,7 @@ def train(strategy, devices, nodes, dtype, attention, accumulation):
         weights = (draw.random((24, 256)) < 0.9).astype(np.float32)
         batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
         batch = {k: v.reshape(accumulation, -1, 256) for k, v in batch.items()}
-        state, metrics = step(state, plan.place(batch))
+        state, metrics = step(state, plan.shard(batch))
         losses.append(float(metrics.loss))
         norms.append(float(metrics.grad_norm))
     return np.array(losses), np.array(norms), jax.device_get(to_true(state.params, true_state(plan, optimizer).params))

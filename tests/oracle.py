@@ -114,7 +114,7 @@ def split(batch: dict[str, np.ndarray], accumulation: int) -> dict[str, np.ndarr
 
 def placed(plan: Plan, batch: dict[str, np.ndarray], accumulation: int) -> dict[str, jax.Array]:
     """The batch in microbatches, on the plan's devices."""
-    return plan.place(split(batch, accumulation))
+    return plan.shard(split(batch, accumulation))
 
 
 class Run:

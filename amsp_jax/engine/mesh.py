@@ -73,8 +73,8 @@ def find_nodes(
 ) -> tuple[tuple[jax.Device, ...], int]:
     """The devices node by node, and the number of nodes.
 
-    Without `devices_per_node` a node is a machine: accelerators say which of them share one (`slice_index`), elsewhere
-    the devices of each process are a node.
+    Without `devices_per_node` a node is a machine: devices say which of them share one (`slice_index`). Where they do
+    not, the devices of each process are a node.
 
     Raises:
       UserError: the nodes have not equally many devices.

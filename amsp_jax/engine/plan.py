@@ -16,14 +16,16 @@ import difflib
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from amsp_jax.engine.local_rows import local_ranks, shard_rows
 from amsp_jax.engine.mesh import DataAxes, data_axes, find_nodes, make_mesh, mesh_axes
 from amsp_jax.engine.parallel import CONTEXT, STAGE, TENSOR, ModelParallel
 from amsp_jax.engine.trees import Tree, tree_map
@@ -236,20 +238,36 @@ class Plan:
         """`batch_spec` on this mesh."""
         return NamedSharding(self.mesh, self.batch_spec)
 
-    def place(self, batch: Batch) -> dict[str, jax.Array]:
-        """Puts arrays [microbatches, rows, ...] on the devices at `batch_sharding`; one process only.
+    def shard(self, rows: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """The global arrays of a batch, at `batch_sharding`, from the rows that this process holds.
+
+        All processes call it together, each with the rows of its own data ranks: as many rows for each rank, one rank
+        after another. Where one data rank has devices of several processes (tensor, context, pipeline), each of
+        them gives the same rows. A single process gives all rows.
+
+        Args:
+          rows: numpy arrays [microbatches, local rows, ...] of 32 bits or less.
+
+        Returns:
+          Arrays [microbatches, rows of all data ranks, ...].
 
         Raises:
-          UserError: the rows do not divide by the data ranks.
+          UserError: the local rows do not divide by this process's data ranks, a value is wider than 32 bits, or
+            names, dtypes and shapes are not the same in all processes.
         """
-        ranks = self.degrees.ranks.total
-        for name, x in batch.items():
-            if x.ndim < 2 or x.shape[1] % ranks:
-                raise UserError(
-                    f"batch['{name}'] has shape {x.shape}; a batch is [microbatches, rows, ...] and its rows divide by "
-                    f"the {ranks} data ranks"
-                )
-        return jax.device_put(dict(batch), self.batch_sharding)
+        return shard_rows(rows, self.batch_sharding, self._rows_sharding, self.degrees.ranks.total)
+
+    def local_rows(self, num_rows: int) -> np.ndarray:
+        """The numbers of the rows that this process gives to `shard`, of the `num_rows` of a global microbatch."""
+        num_ranks = self.degrees.ranks.total
+        if num_rows % num_ranks:
+            raise UserError(f"num_rows={num_rows} does not divide by the {num_ranks} data ranks")
+        numbers = np.arange(num_rows).reshape(num_ranks, -1)
+        return numbers[local_ranks(self._rows_sharding, num_ranks)].reshape(-1)
+
+    @property
+    def _rows_sharding(self) -> NamedSharding:
+        return NamedSharding(self.mesh, self.rows_spec)
 
     @property
     def replicated(self) -> NamedSharding:

@@ -100,7 +100,7 @@ def train(step_fn, plan, state, steps):
     """Trains from `state`: the new state, and the loss of each step."""
     losses = []
     for step in steps:
-        batch = plan.place(make_batch(step))
+        batch = plan.shard(make_batch(step))
         state, metrics = step_fn(state, batch)
         losses.append(float(metrics.loss))
     return state, losses

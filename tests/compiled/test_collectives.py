@@ -173,7 +173,7 @@ def test_a_parameter_without_a_gradient_is_not_reduced(monkeypatch):
 
     def counts(strategy):
         plan = plan_for(strategy, model, DataRanks(4))
-        batch = plan.place({"x": np.ones((1, 8, 64), np.float32)})
+        batch = plan.shard({"x": np.ones((1, 8, 64), np.float32)})
         step = make_train_step(plan, optimizer)
         program = step.lower(abstract_state(plan, optimizer), batch).compile()
         return Counter(found.kind for found in hlo.collectives(program.as_text()))

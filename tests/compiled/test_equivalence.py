@@ -283,7 +283,7 @@ def test_reshard_shares_no_buffer(other):
     state = init_state(plan_for("zero3", model), optimizer, seed=3)
     plan = plan_for(other, model)
     moved = reshard(state, plan)
-    make_train_step(plan, optimizer)(moved, plan.place(oracle.split(batches()[0], 1)))
+    make_train_step(plan, optimizer)(moved, plan.shard(oracle.split(batches()[0], 1)))
     assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state))
 
 
@@ -329,7 +329,7 @@ def test_sums_are_in_float32_whatever_a_model_gives(group):
     plan = plan_for("zero2", model, DataRanks(per_node=4, num_nodes=1))
     weights = np.ones((6, 16, 8), np.float32)
     weights[0, 0, 0] = 0
-    batch = plan.place({"tokens": np.zeros((6, 16, 8), np.int32), "weights": weights})
+    batch = plan.shard({"tokens": np.zeros((6, 16, 8), np.int32), "weights": weights})
     state = init_state(plan, optimizer, seed=0)
     sums = make_eval_step(plan)(state.params, batch)
     state, metrics = make_train_step(plan, optimizer, StepSettings(microbatch_group=group))(state, batch)
@@ -354,7 +354,7 @@ def test_a_loss_that_gives_something_else_is_told_what_it_gives(output, told):
 
     model, optimizer = Model.from_loss(loss, lambda key: {"w": jnp.ones(8)}), optax.sgd(0.1)
     plan = plan_for("zero2", model, DataRanks(per_node=2, num_nodes=1))
-    batch = plan.place({"tokens": np.zeros((1, 2, 8), np.int32), "weights": np.ones((1, 2, 8), np.float32)})
+    batch = plan.shard({"tokens": np.zeros((1, 2, 8), np.int32), "weights": np.ones((1, 2, 8), np.float32)})
     step = make_train_step(plan, optimizer)
     with pytest.raises(UserError, match=told + " it returns"):
         step(init_state(plan, optimizer, seed=0), batch)

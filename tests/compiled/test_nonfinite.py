@@ -222,14 +222,14 @@ def test_leaves_of_a_model_without_blocks_are_named(strategy):
     state = init_state(plan, oracle.optimizer("sgd"), seed=0)
     find = make_find_nonfinite(plan)
     good, large = ({"x": np.full((2, 8, 1), x, np.float32)} for x in (1.0, 1e12))
-    found = find(state.params, plan.place(good), SEED, 0)
+    found = find(state.params, plan.shard(good), SEED, 0)
     assert found == NonFinite(loss=False, params=(), grads=(), num_leaves=2)
     assert str(found) == "loss, leaves and gradients are finite, each by itself"
-    found = find(state.params, plan.place(large), SEED, 0)
+    found = find(state.params, plan.shard(large), SEED, 0)
     assert (found.loss, found.grads) == (False, ("w",))
     assert str(found) == "not finite: the gradients of w"
     broken = init_state(plan_for(strategy, squares("v"), DataRanks(4, 2)), oracle.optimizer("sgd"), seed=0)
-    found = find(broken.params, plan.place(good), SEED, 0)
+    found = find(broken.params, plan.shard(good), SEED, 0)
     assert (found.loss, found.params, found.grads) == (True, ("v",), ("v", "w"))
 
 
