@@ -78,7 +78,7 @@ def check(plan, optimizer_name, accumulation, settings=None):
     opt_state, plain = optimizer.init(trained(plan, params)), plain_step(model, plan, optimizer)
     before = jax.tree.map(lambda x: x.sharding, state)
     for batch in batches(steps=STEPS):
-        state, metrics = step(state, plan.place(split(batch, accumulation)))
+        state, metrics = step(state, plan.shard(split(batch, accumulation)))
         params, opt_state, loss, norm = plain(params, opt_state, batch)
         np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)
         np.testing.assert_allclose(metrics.grad_norm, norm, rtol=1e-5)
@@ -192,7 +192,7 @@ def test_checks_of_replicas_and_numbers_and_another_plan_know_frozen_leaves():
     for x, y in zip(*(jax.tree.leaves(to_true(s, true_state(plan, optimizer))) for s in (state, moved)), strict=True):
         np.testing.assert_array_equal(x, y)
     broken = dataclasses.replace(moved, params=jax.tree.map(lambda x: x * jnp.float32(np.nan), moved.params))
-    batch = other.place(split(batches(steps=1)[0], 1))
+    batch = other.shard(split(batches(steps=1)[0], 1))
     found = make_find_nonfinite(other)(broken.params, batch, 0, 0)
     paths = [leaf.path for leaf in jax.tree.leaves(other.leaves)]
     assert sorted(found.params) == sorted(paths)

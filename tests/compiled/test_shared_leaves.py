@@ -93,7 +93,7 @@ def check(name, strategy, accumulation, settings=None, parallel=None):
     plan = make_plan(strategy, model, ranks=ranks, devices=devices, compute_dtype=jnp.float32, parallel=parallel)
     state = init_state(plan, SGD, seed=1)
     loss, norm, params = expected(model, jax.device_get(to_true(state.params, model.abstract_params())))
-    data = plan.place({key: x.reshape(accumulation, -1, SEQ) for key, x in batch().items()})
+    data = plan.shard({key: x.reshape(accumulation, -1, SEQ) for key, x in batch().items()})
     state, metrics = make_train_step(plan, SGD, settings or StepSettings())(state, data)
     np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)
     np.testing.assert_allclose(metrics.grad_norm, norm, rtol=1e-5)
@@ -136,6 +136,6 @@ def test_a_shared_leaf_is_named_once():
     model = MODELS["blocks"]
     plan = make_plan("zero1", model, ranks=DataRanks(2), devices=jax.devices()[:2], compute_dtype=jnp.float32)
     params = jax.tree.map(lambda x: x * jnp.float32(np.nan), init_state(plan, SGD, seed=1).params)
-    data = plan.place({key: x[None] for key, x in batch().items()})
+    data = plan.shard({key: x[None] for key, x in batch().items()})
     found = make_find_nonfinite(plan)(params, data, 0, 0)
     assert sorted(found.params) == sorted(found.grads) == ["block.w", "embed.w", "head.w"]
