@@ -84,7 +84,8 @@ class Checkpointer:
             for left in self.directory.glob(f"{_PROBE}*"):
                 with contextlib.suppress(OSError):
                     left.rmdir()
-        self._handler = storage.Handler()
+        self._handler, self._logs = storage.Handler(), storage.FailuresOnce()
+        self._logs.start()
         self._manager = self._make_manager(keep, keep_every)
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any], own: str | None = None) -> None:
@@ -293,6 +294,7 @@ class Checkpointer:
             with self._writing():
                 self._handler.wait_for_own(self._manager.check_for_errors)
                 self._manager.close()
+            self._logs.stop()
 
     def _make_manager(self, keep: int, keep_every: int | None) -> ocp.CheckpointManager:
         policies = ocp.checkpoint_managers

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
@@ -141,6 +143,23 @@ def read(step_folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Leave
     args = ocp.args.PyTreeRestore(item=dict(wanted), restore_args=restore_args, partial_restore=partial)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit_gb)) as reader:
         return reader.restore(step_folder / STATE, args=args)
+
+
+class FailuresOnce(logging.Filter):
+    """Keeps orbax from logging failures, with tracebacks of all its threads, that `Checkpointer` raises as one line."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """False for what is not to be logged."""
+        is_failure = record.levelno >= logging.ERROR or record.exc_info is not None
+        return not (is_failure and f"{os.sep}orbax{os.sep}" in record.pathname)
+
+    def start(self) -> None:
+        """Begins; twice is once."""
+        logging.getLogger("absl").addFilter(self)
+
+    def stop(self) -> None:
+        """Lets orbax log again, for whoever else uses it in this process."""
+        logging.getLogger("absl").removeFilter(self)
 
 
 def barrier() -> None:
