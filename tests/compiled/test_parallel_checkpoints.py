@@ -10,7 +10,7 @@ import oracle
 import parallel_rows
 import pytest
 
-from amsp_jax.engine.optimizer import to_true
+from amsp_jax.engine.optimizer import OPTIMIZERS, to_true
 from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.engine.plan import make_plan
 from amsp_jax.engine.state import abstract_state, init_state, reshard, true_state
@@ -116,3 +116,32 @@ def test_the_layouts_pad_differently():
     # Six shards of stages and ranks divide every leaf, as one device does.
     assert len(shapes) == len(LAYOUTS) - 1
     assert plan("one device").degrees.ranks == DataRanks(1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in ("adamw", "sgd", "muon") else pytest.mark.slow) for name in OPTIMIZERS],
+)
+def test_frozen_leaves_and_the_seed_are_restored_under_another_strategy(tmp_path, name):
+    """Frozen parameters are `None` in the optimizer's state, and so are they in what is read."""
+
+    def frozen_plan(strategy, ranks):
+        some = {"compute_dtype": jnp.float32, "devices": jax.devices()[: ranks.total]}
+        return make_plan(strategy, model(), ranks=ranks, frozen=(r"embed\..*", r".*_norm\.scale"), **some)
+
+    optimizer = oracle.optimizer(name)
+    old, new = frozen_plan("zero3", DataRanks(4, 2)), frozen_plan("hpz(2)", DataRanks(2, 3))
+    state = init_state(old, optimizer, seed=5)
+    checkpointer = Checkpointer(tmp_path, keep=1)
+    checkpointer.save(0, state, {"shapes": true_shapes(true_state(old, optimizer))})
+    checkpointer.wait()
+    restored = checkpointer.restore(0, *whole_state(new, optimizer))
+    checkpointer.close()
+    true = true_state(new, optimizer)
+    assert restored.seed == 5 and jax.tree.structure(restored) == jax.tree.structure(state)
+    whole = true_state(plan("one device"), optimizer)
+    assert name == "sgd" or len(jax.tree.leaves(true.opt_state)) < len(jax.tree.leaves(whole.opt_state))
+    jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(to_true(x, true)) for x in (restored, state)))
+    assert [x.sharding for x in jax.tree.leaves(restored)] == [
+        x.sharding for x in jax.tree.leaves(abstract_state(new, optimizer))
+    ]
