@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -124,7 +124,7 @@ def estimate(
       accumulation: microbatches of a step.
     """
     arguments = argument_bytes(distinct, plan, optimizer, accumulation * trace.batch_bytes)
-    return at_peak(arguments, _Moments(distinct, plan, trace, settings, accumulation).all())
+    return at_peak(arguments, _moments(_step(distinct, plan, trace, settings, accumulation)))
 
 
 def at_peak(arguments: MemoryEstimate, moments: Iterable[Moment]) -> MemoryEstimate:
@@ -184,118 +184,215 @@ def running(values: Iterable[int]) -> list[int]:
     return list(itertools.accumulate(values, initial=0))
 
 
-class _Moments:
-    """What is alive, beside the arguments, at the moments that may be the peak."""
+def part_bytes(
+    distinct: DistinctBlocks, plan: Plan, trace: ModelTrace, settings: StepSettings
+) -> tuple[PartBytes, list[PartBytes], PartBytes]:
+    """Bytes of the embedding, of each distinct block, and of the head."""
+    embed, blocks, head = distinct.model.split(plan.leaves)
+    wire = plan.compute_dtype, settings.reduction
+    kinds = [PartBytes.of(block, leaves, *wire) for block, leaves in zip(trace.blocks, blocks, strict=True)]
+    return PartBytes.of(trace.embed, embed, *wire), kinds, PartBytes.of(trace.head, head, *wire)
 
-    def __init__(
-        self, distinct: DistinctBlocks, plan: Plan, trace: ModelTrace, settings: StepSettings, accumulation: int
-    ) -> None:
-        embed, blocks, head = distinct.model.split(plan.leaves)
-        wire = plan.compute_dtype, settings.reduction
-        kinds = [PartBytes.of(block, leaves, *wire) for block, leaves in zip(trace.blocks, blocks, strict=True)]
-        self.embed, self.head = PartBytes.of(trace.embed, embed, *wire), PartBytes.of(trace.head, head, *wire)
-        self.backwards = [kinds[kind] for kind in reversed(distinct.order)]
-        self.accumulates, self.tied, self.axes = accumulation > 1, distinct.model.tied, plan.axes
-        self.has_replicas = bool(self.axes.replica) or plan.parallel.context > 1
-        once = bool(self.axes.grad or self.axes.opt or self.axes.replica)
-        self.window = reduction_window(blocks, is_last=once and settings.peel_last)
-        self.zeros = sum(num_values(leaf) for leaf in jax.tree.leaves(embed)) * GRAD_BYTES
-        # See `step._head_of`; a tied table's gradient is complete only with the embedding's.
-        self.head_waits = self.tied or any(leaf.param_axes for leaf in jax.tree.leaves(head))
-        self.opt_grads = sum(leaf.num_opt_shard * n for leaf, n in leaf_counts(distinct, plan)) * GRAD_BYTES
-        reduced = [sum(leaf.num_opt_shard for leaf in jax.tree.leaves(leaves)) for leaves in blocks]
-        late = [reduced[kind] for kind in distinct.order][: self.window]
-        self.flat_grads = sum(late) * settings.reduction.dtype.itemsize
+
+@dataclasses.dataclass(frozen=True)
+class _LastBlocks:
+    """Sums over the blocks that run backward first: entry `n` of each field is the sum over the last `n` blocks."""
+
+    saved: list[int]
+    copies: list[int]
+    grads: list[int]
+    pending: list[int]
+
+    @classmethod
+    def of(cls, backwards: Sequence[PartBytes]) -> _LastBlocks:
+        """The sums over blocks in the order in which they run backward."""
+        return cls(
+            saved=running(block.trace.saved_bytes for block in backwards),
+            copies=running(block.copy for block in backwards),
+            grads=running(block.grads for block in backwards),
+            pending=running(block.trace.pending_bytes for block in backwards),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Reductions:
+    """How the step reduces gradients, and how long gradients wait.
+
+    Attributes:
+      window: blocks whose gradients may wait for their reduction; None where nothing is reduced block by block.
+      num_at_once: leading blocks of the backward pass that make their gradients at once and keep no operands.
+      head_waits: whether the head's gradient waits as operands (see `train_step`).
+      none_in_first: whether the first of several microbatches reduces no gradient.
+      opt_grads: bytes of all float32 gradients at the OS sharding.
+      flat_grads: bytes of one flat array of the leaves that are all-reduced together.
+      shards_opt: whether optimizer states are sharded further than gradients.
+    """
+
+    window: int | None
+    num_at_once: int
+    head_waits: bool
+    none_in_first: bool
+    opt_grads: int
+    flat_grads: int
+    shards_opt: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Step:
+    """What a step holds, beside its arguments, at any of its moments.
+
+    Attributes:
+      embed, head: the parts around the blocks.
+      backwards: the blocks in the order in which they run backward.
+      last: sums over the last blocks.
+      copies, grads: bytes of all parts' P shards and float32 gradients.
+      zeros: bytes of the zeros to which the embedding's gradient is added.
+      accumulates: whether a step has several microbatches.
+      tied: whether the head uses the embedding's table.
+      reductions: how gradients are reduced.
+    """
+
+    embed: PartBytes
+    head: PartBytes
+    backwards: tuple[PartBytes, ...]
+    last: _LastBlocks
+    copies: int
+    grads: int
+    zeros: int
+    accumulates: bool
+    tied: bool
+    reductions: _Reductions
+
+
+def _step(distinct: DistinctBlocks, plan: Plan, trace: ModelTrace, settings: StepSettings, accumulation: int) -> _Step:
+    embed, kinds, head = part_bytes(distinct, plan, trace, settings)
+    backwards = tuple(kinds[kind] for kind in reversed(distinct.order))
+    stages = [embed, head, *backwards]
+    leaves, _, _ = distinct.model.split(plan.leaves)
+    return _Step(
+        embed=embed,
+        head=head,
+        backwards=backwards,
+        last=_LastBlocks.of(backwards),
+        copies=sum(stage.copy for stage in stages),
+        grads=sum(stage.grads for stage in stages),
+        zeros=sum(num_values(leaf) for leaf in jax.tree.leaves(leaves)) * GRAD_BYTES,
+        accumulates=accumulation > 1,
+        tied=distinct.model.tied,
+        reductions=_reductions(distinct, plan, settings, accumulation),
+    )
+
+
+def _reductions(distinct: DistinctBlocks, plan: Plan, settings: StepSettings, accumulation: int) -> _Reductions:
+    _, blocks, head = distinct.model.split(plan.leaves)
+    axes = plan.axes
+    once = bool(axes.grad or axes.opt or axes.replica)
+    window = reduction_window(blocks, is_last=once and settings.peel_last)
+    reduced = [sum(leaf.num_opt_shard for leaf in jax.tree.leaves(leaves)) for leaves in blocks]
+    late = [reduced[kind] for kind in distinct.order][:window]
+    has_replicas = bool(axes.replica) or plan.parallel.context > 1
+    return _Reductions(
+        window=window,
         # Of the blocks that go backward first, as many make their gradients at once.
-        self.num_at_once = len(self.backwards) - num_untied([blocks[kind] for kind in distinct.order], self.window)
-        self.waits = self.accumulates and reduction_window(blocks) is None
-        stages = [self.embed, self.head, *self.backwards]
-        self.copies, self.grads = sum(stage.copy for stage in stages), sum(stage.grads for stage in stages)
-        # Of the last `i` blocks, for each `i`.
-        self.saved_of = running(stage.trace.saved_bytes for stage in self.backwards)
-        self.copies_of = running(stage.copy for stage in self.backwards)
-        self.grads_of = running(stage.grads for stage in self.backwards)
-        self.pending_of = running(stage.trace.pending_bytes for stage in self.backwards)
-        self.saved = self.saved_of[-1]
+        num_at_once=len(distinct.order) - num_untied([blocks[kind] for kind in distinct.order], window),
+        # A tied table's gradient is complete only with the embedding's.
+        head_waits=distinct.model.tied or any(leaf.param_axes for leaf in jax.tree.leaves(head)),
+        none_in_first=accumulation > 1 and reduction_window(blocks) is None,
+        opt_grads=sum(leaf.num_opt_shard * n for leaf, n in leaf_counts(distinct, plan)) * GRAD_BYTES,
+        flat_grads=sum(late) * settings.reduction.dtype.itemsize if has_replicas else 0,
+        shards_opt=bool(axes.opt),
+    )
 
-    def all(self) -> Iterator[Moment]:
-        """Each moment."""
-        yield AT_HEAD, self._loss()
-        if self.waits:
-            yield "a microbatch has run and none of its gradients is reduced", self._first()
-        num_blocks = len(self.backwards)
-        for done in range(num_blocks):
-            yield block_moment(num_blocks - done, num_blocks), self._block(done)
-        yield "the embedding runs backward", self._embedding()
-        yield "gradients are reduced at the end of the step", self._end()
 
-    def _loss(self) -> dict[str, int]:
-        """The head, forward and backward: every block's activations, logits and their cotangents."""
-        return {
-            "params": self.copies,
-            "grads": self.grads if self.accumulates else 0,
-            "activations": self.saved + self.head.trace.backward_bytes,
-            "gathered": self.head.gathered + (self.embed.gathered if self.tied else 0),
-        }
+def _moments(step: _Step) -> Iterator[Moment]:
+    """Every moment that may be the peak."""
+    yield AT_HEAD, _head_runs(step)
+    if step.reductions.none_in_first:
+        yield "a microbatch has run and none of its gradients is reduced", _first_microbatch_ends(step)
+    num_blocks = len(step.backwards)
+    for done in range(num_blocks):
+        yield block_moment(num_blocks - done, num_blocks), _block_runs_backward(step, done)
+    yield "the embedding runs backward", _embedding_runs_backward(step)
+    yield "gradients are reduced at the end of the step", _step_ends(step)
 
-    def _first(self) -> dict[str, int]:
-        """The end of a microbatch whose gradients are not reduced: their products still wait."""
-        return {
-            "params": self.copies,
-            "activations": round(_WAITING * (self.head.trace.pending_bytes + self.pending_of[-1])),
-            "reductions": self.zeros,
-        }
 
-    def _block(self, done: int) -> dict[str, int]:
-        """The backward pass of the block before the last `done` ones."""
-        block = self.backwards[done]
-        behind = self._behind(done)
-        saved = self.saved - self.saved_of[done + 1]
-        return behind | {
-            "activations": saved + block.trace.backward_bytes + behind["activations"],
-            "gathered": block.gathered,
-        }
+def _head_runs(step: _Step) -> dict[str, int]:
+    """The head, forward and backward: every block's activations, logits and the logits' cotangents."""
+    return {
+        "params": step.copies,
+        "grads": step.grads if step.accumulates else 0,
+        "activations": step.last.saved[-1] + step.head.trace.backward_bytes,
+        "gathered": step.head.gathered + (step.embed.gathered if step.tied else 0),
+    }
 
-    def _embedding(self) -> dict[str, int]:
-        """The end of the backward pass: zeros to which the embedding's gradient is added."""
-        behind = self._behind(len(self.backwards))
-        return behind | {"reductions": behind["reductions"] + self.zeros}
 
-    def _behind(self, done: int) -> dict[str, int]:
-        """What is alive of the `done` last blocks, and of the parts around the blocks."""
-        operands, full = self._waiting(done)
-        copies, grads = self.copies, self.grads
-        if not self.accumulates:
-            # Nothing uses a copy again once its part is done, and gradients come into being one after another.
-            copies -= self.head.copy + self.copies_of[done]
-            grads = self.grads_of[max(0, done - self.window)] if self.window else 0
-        return {"params": copies, "grads": grads, "activations": operands, "reductions": full}
+def _first_microbatch_ends(step: _Step) -> dict[str, int]:
+    """The end of a microbatch whose gradients are not reduced: the products that make gradients still wait."""
+    return {
+        "params": step.copies,
+        "activations": round(_WAITING * (step.head.trace.pending_bytes + step.last.pending[-1])),
+        "reductions": step.zeros,
+    }
 
-    def _waiting(self, done: int) -> tuple[int, int]:
-        """Bytes of operands of parameter gradients, and of gradients that are not reduced, of the `done` last blocks.
 
-        Without reductions nothing presses, and all operands wait; those of a tied table, whose gradient is complete
-        only with the embedding's, always do. A block that makes its gradients at once has the latter alone.
-        """
-        at_once = 0 < done <= self.num_at_once
-        if self.window is None or done < 2:
-            head = self.head.trace.pending_bytes if self.head_waits else 0
-            full = 0 if self.head_waits else self.head.full_grads
-            return (head, full + self.backwards[0].full_grads) if at_once else (head + self.pending_of[done], full)
-        newest = done if at_once else done - 1
-        late = self.backwards[max(0, newest - (self.window - 2)) : newest]
-        full = sum(stage.full_grads for stage in late)
-        head = self.head.trace.pending_bytes if self.tied else 0
-        operands = 0 if at_once else self.backwards[done - 1].trace.pending_bytes
-        return operands + head, full + self.head.full_grads
+def _block_runs_backward(step: _Step, done: int) -> dict[str, int]:
+    """The backward pass of the block before the last `done` blocks."""
+    block = step.backwards[done]
+    behind = _after_backward(step, done)
+    saved = step.last.saved[-1] - step.last.saved[done + 1]
+    return behind | {
+        "activations": saved + block.trace.backward_bytes + behind["activations"],
+        "gathered": block.gathered,
+    }
 
-    def _end(self) -> dict[str, int]:
-        """The reductions of once a step: all gradients, and the OS shards of accumulated ones.
 
-        Leaves that are all-reduced together are one flat array, alive beside the leaves that are sliced out of it, of
-        as many blocks as are late.
-        """
-        return {
-            "grads": self.grads + (self.opt_grads if self.axes.opt and self.accumulates else 0),
-            "reductions": self.flat_grads if self.has_replicas else 0,
-        }
+def _embedding_runs_backward(step: _Step) -> dict[str, int]:
+    """The end of the backward pass, with the zeros to which the embedding's gradient is added."""
+    behind = _after_backward(step, len(step.backwards))
+    return behind | {"reductions": behind["reductions"] + step.zeros}
+
+
+def _after_backward(step: _Step, done: int) -> dict[str, int]:
+    """What the last `done` blocks, and the parts around the blocks, hold after they have run backward."""
+    operands, unreduced = _waiting(step, done)
+    copies, grads, window = step.copies, step.grads, step.reductions.window
+    if not step.accumulates:
+        # Nothing uses a copy again once its part is done, and gradients come into being one after another.
+        copies -= step.head.copy + step.last.copies[done]
+        grads = step.last.grads[max(0, done - window)] if window else 0
+    return {"params": copies, "grads": grads, "activations": operands, "reductions": unreduced}
+
+
+def _waiting(step: _Step, done: int) -> tuple[int, int]:
+    """Bytes of operands of parameter gradients, and of unreduced gradients, of the last `done` blocks and the head.
+
+    Without reductions all operands wait. The operands of a tied table always wait, because its gradient is complete
+    only with the embedding's. A block that makes its gradients at once has no operands that wait.
+    """
+    reductions, head = step.reductions, step.head
+    at_once = 0 < done <= reductions.num_at_once
+    if reductions.window is None or done < 2:
+        head_operands = head.trace.pending_bytes if reductions.head_waits else 0
+        head_grads = 0 if reductions.head_waits else head.full_grads
+        if at_once:
+            return head_operands, head_grads + step.backwards[0].full_grads
+        return head_operands + step.last.pending[done], head_grads
+    newest = done if at_once else done - 1
+    late = step.backwards[max(0, newest - (reductions.window - 2)) : newest]
+    operands = 0 if at_once else step.backwards[done - 1].trace.pending_bytes
+    if step.tied:
+        operands += head.trace.pending_bytes
+    return operands, sum(block.full_grads for block in late) + head.full_grads
+
+
+def _step_ends(step: _Step) -> dict[str, int]:
+    """The reductions of once a step: all gradients, and the OS shards of accumulated gradients.
+
+    Leaves that are all-reduced together are one flat array, which is alive beside the leaves that are sliced out of
+    it. It holds as many blocks as may be late.
+    """
+    reductions = step.reductions
+    return {
+        "grads": step.grads + (reductions.opt_grads if reductions.shards_opt and step.accumulates else 0),
+        "reductions": reductions.flat_grads,
+    }

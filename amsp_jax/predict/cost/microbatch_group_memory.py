@@ -43,7 +43,7 @@ def estimate(
     """The peak of a step of `rounds` groups of microbatches; arguments as of `memory.estimate`."""
     batch_bytes = rounds * settings.microbatch_group * trace.batch_bytes
     arguments = argument_bytes(distinct, plan, optimizer, batch_bytes)
-    return at_peak(arguments, _Moments(distinct, plan, trace, settings, rounds).all())
+    return at_peak(arguments, _moments(_step(distinct, plan, trace, settings, rounds)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,62 +76,89 @@ class _Part:
         )
 
 
-class _Moments:
-    """What is alive in a group, beside the arguments, at the moments that may be the peak."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Step:
+    """What a step of groups holds, beside its arguments, at any of its moments.
 
-    def __init__(
-        self, distinct: DistinctBlocks, plan: Plan, trace: ModelTrace, settings: StepSettings, rounds: int
-    ) -> None:
-        embed, blocks, head = distinct.model.split(plan.leaves)
-        kinds = [_Part.of(one, leaves, plan, settings) for one, leaves in zip(trace.blocks, blocks, strict=True)]
-        self.embed, self.head = (
-            _Part.of(one, leaves, plan, settings) for one, leaves in ((trace.embed, embed), (trace.head, head))
-        )
-        self.group, self.rounds, self.tied = settings.microbatch_group, rounds, distinct.model.tied
-        self.parts = [self.head, *(kinds[kind] for kind in reversed(distinct.order)), self.embed]
-        self.saved = running(self.group * part.own.trace.saved_bytes for part in self.parts[1:-1])
-        self.flows = self.group * trace.embed.output_bytes
-        self.copies = running(part.own.copy for part in self.parts)
-        self.grads = running(part.own.grads for part in self.parts)
-        self.reduced = running(part.reduced for part in self.parts)
+    Attributes:
+      parts: the parts in the order in which they run backward: head, blocks, embedding.
+      saved: sums over the blocks that run backward first, of what they keep for all microbatches of a group.
+      copies, grads, reduced: sums over the parts that run backward first: P shards, float32 gradients at the G and at
+        the OS sharding.
+      flows: bytes that flow between two parts, of all microbatches of a group.
+      rounds: groups of the step.
+      tied: whether the head uses the embedding's table.
+    """
 
-    def all(self) -> Iterator[Moment]:
-        """Each moment: parts backward, in the last group and in those before."""
-        num_blocks = len(self.parts) - 2
-        blocks = [block_moment(num_blocks - done, num_blocks) for done in range(num_blocks)]
-        for is_last in (True, False)[: self.rounds]:
-            for place, when in enumerate([AT_HEAD, *blocks, "the embedding runs backward"]):
-                yield when, self._part(place, is_last)
+    parts: tuple[_Part, ...]
+    saved: list[int]
+    copies: list[int]
+    grads: list[int]
+    reduced: list[int]
+    flows: int
+    rounds: int
+    tied: bool
 
-    def _part(self, place: int, is_last: bool) -> dict[str, int]:
-        """A part runs backward after `place` others, the one behind it is being reduced, and the next is gathered."""
-        part, is_block = self.parts[place], 0 < place < len(self.parts) - 1
-        ahead = self.parts[place : place + 2] if is_block else [part]
-        gathered = sum(one.own.gathered + one.cast for one in ahead if one is not self.embed)
-        whole = part.whole + (self._late(self.parts[place - 1], is_last) if place > 1 else 0)
-        if self.tied and place < len(self.parts) - 1:
-            whole += self.embed.whole
-            gathered += self.embed.own.gathered if place == 0 else 0
-        return {
-            "params": self.copies[-1] - (self.copies[place] if self.rounds == 1 else 0),
-            "grads": self._grads(place, is_last),
-            "activations": self._saved(place) + part.own.trace.backward_bytes + (2 if is_block else 1) * self.flows,
-            "gathered": gathered,
-            "reductions": whole,
-        }
 
-    def _late(self, part: _Part, is_last: bool) -> int:
-        """Whole gradients of a part that wait for their reduction; what nothing reduces is a sum of the step."""
-        return part.whole if is_last or part.own.grads < part.whole else 0
+def _step(distinct: DistinctBlocks, plan: Plan, trace: ModelTrace, settings: StepSettings, rounds: int) -> _Step:
+    embed, blocks, head = distinct.model.split(plan.leaves)
+    kinds = [_Part.of(one, leaves, plan, settings) for one, leaves in zip(trace.blocks, blocks, strict=True)]
+    ends = [_Part.of(one, leaves, plan, settings) for one, leaves in ((trace.head, head), (trace.embed, embed))]
+    parts = ends[0], *(kinds[kind] for kind in reversed(distinct.order)), ends[1]
+    return _Step(
+        parts=parts,
+        saved=running(settings.microbatch_group * part.own.trace.saved_bytes for part in parts[1:-1]),
+        copies=running(part.own.copy for part in parts),
+        grads=running(part.own.grads for part in parts),
+        reduced=running(part.reduced for part in parts),
+        flows=settings.microbatch_group * trace.embed.output_bytes,
+        rounds=rounds,
+        tied=distinct.model.tied,
+    )
 
-    def _saved(self, place: int) -> int:
-        """What is kept by blocks that have not run backward when the part at `place` does, its own included."""
-        return self.saved[-1] - self.saved[max(0, min(place - 1, len(self.saved) - 1))]
 
-    def _grads(self, place: int, is_last: bool) -> int:
-        """Gradients of parts that are reduced, and sums of the groups before."""
-        if is_last:
-            before = self.grads[-1] - self.grads[place] if self.rounds > 1 else 0
-            return before + self.reduced[place]
-        before = self.grads[-1] if self.rounds > 2 else 0
-        return before + self.grads[place]
+def _moments(step: _Step) -> Iterator[Moment]:
+    """Every moment that may be the peak: each part runs backward, in the last group and in a group before it."""
+    num_blocks = len(step.parts) - 2
+    blocks = [block_moment(num_blocks - done, num_blocks) for done in range(num_blocks)]
+    for is_last in (True, False)[: step.rounds]:
+        for place, when in enumerate([AT_HEAD, *blocks, "the embedding runs backward"]):
+            yield when, _part_runs_backward(step, place, is_last)
+
+
+def _part_runs_backward(step: _Step, place: int, is_last: bool) -> dict[str, int]:
+    """A part runs backward after `place` others, the part behind it is being reduced, and the next is gathered."""
+    part, last = step.parts[place], len(step.parts) - 1
+    is_block, embed = 0 < place < last, step.parts[-1]
+    ahead = step.parts[place : place + 2] if is_block else [part]
+    gathered = sum(one.own.gathered + one.cast for one in ahead if one is not embed)
+    whole = part.whole + (_unreduced(step.parts[place - 1], is_last) if place > 1 else 0)
+    if step.tied and place < last:
+        whole += embed.whole
+        gathered += embed.own.gathered if place == 0 else 0
+    return {
+        "params": step.copies[-1] - (step.copies[place] if step.rounds == 1 else 0),
+        "grads": _reduced_grads(step, place, is_last),
+        "activations": _kept(step, place) + part.own.trace.backward_bytes + (2 if is_block else 1) * step.flows,
+        "gathered": gathered,
+        "reductions": whole,
+    }
+
+
+def _unreduced(part: _Part, is_last: bool) -> int:
+    """Whole gradients of a part that wait for their reduction; a gradient that nothing reduces is a sum of the step."""
+    return part.whole if is_last or part.own.grads < part.whole else 0
+
+
+def _kept(step: _Step, place: int) -> int:
+    """What the blocks keep that have not run backward when the part at `place` does, its own included."""
+    return step.saved[-1] - step.saved[max(0, min(place - 1, len(step.saved) - 1))]
+
+
+def _reduced_grads(step: _Step, place: int, is_last: bool) -> int:
+    """Reduced gradients of the parts before `place`, and the sums of the groups before."""
+    if is_last:
+        before = step.grads[-1] - step.grads[place] if step.rounds > 1 else 0
+        return before + step.reduced[place]
+    before = step.grads[-1] if step.rounds > 2 else 0
+    return before + step.grads[place]
