@@ -19,11 +19,11 @@ from amsp_jax.predict.planner import (
     Space,
     Workload,
     candidates,
+    compute_costs,
     nothing_fits_message,
     report,
     search,
 )
-from amsp_jax.predict.planner import scorer as scorer_module
 from amsp_jax.strategy import DataRanks, parse
 
 ONE = Space(microbatches=(1,), remats=(Remat.PROJECTIONS,))
@@ -57,8 +57,8 @@ def test_the_best_is_the_minimum_of_what_fits():
 
 def test_what_is_equal_is_looked_at_once(monkeypatch):
     """1024 devices in a second: one trace for all strategies, each distinct block once, no plan of the whole model."""
-    calls, whole = [], scorer_module.trace_model
-    monkeypatch.setattr(scorer_module, "trace_model", lambda *args: calls.append(args) or whole(*args))
+    calls, whole = [], compute_costs.trace_model
+    monkeypatch.setattr(compute_costs, "trace_model", lambda *args: calls.append(args) or whole(*args))
     search(workload(), named_cluster("a800", 128), ONE)
     assert len(calls) == 1 and len(calls[0][0].model.blocks) == 1
 

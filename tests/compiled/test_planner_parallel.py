@@ -175,9 +175,9 @@ def test_the_ring():
 
 def test_keys_and_values_of_a_block(scorer):
     """b s h each, 2 bytes a value; of one rank 1/(t c)."""
-    assert scorer.trace(1, Remat.FULL).blocks[0].attended_bytes == 2 * 2048 * 2048 * 2
-    inner = ModelParallel(tensor=2, context=4)
-    assert scorer.rank_trace(1, Remat.FULL, inner).blocks[0].attended_bytes == 2 * 2048 * 2048 * 2 // 8
+    assert scorer.computing.trace(1, Remat.FULL).blocks[0].attended_bytes == 2 * 2048 * 2048 * 2
+    of_rank = scorer.computing.rank_trace(candidate(tensor=2, context=4))
+    assert of_rank.blocks[0].attended_bytes == 2 * 2048 * 2048 * 2 // 8
 
 
 def test_sends_and_the_exchange_of_stages(scorer):
@@ -212,7 +212,7 @@ def test_an_exchange_crosses_nodes_without_copies():
 def test_shares_of_ranks(scorer):
     """1/t of the products and 1/(t c) of the rest; the ring's blocks are (c + 1)/(2 c) of a causal matrix's square."""
     inner = ModelParallel(tensor=4, context=2)
-    leaves = scorer.plan(parse("ddp").resolve(DataRanks(1)), inner).leaves
+    leaves = scorer.states.plan(parse("ddp").resolve(DataRanks(1)), inner).leaves
     embed, block, head = shares(scorer.distinct.model, leaves, inner)
     assert block.products == pytest.approx(1 / 8) and block.others == 1 / 8
     assert block.scores == pytest.approx(3 / 4 / 8) and block.attention == pytest.approx(3 / 2 / 8)
@@ -313,7 +313,7 @@ def test_bounds_are_bounds(scorer):
 @pytest.mark.parametrize("remat", Remat)
 def test_work_is_linear_in_the_microbatch(model, remat):
     scorer = Scorer(workload(model, **({"num_layers": 1} if model == "llama-1b" else SMALL)), named_cluster("a800", 1))
-    two, four, eight = (scorer.trace(rows, remat) for rows in (2, 4, 8))
+    two, four, eight = (scorer.computing.trace(rows, remat) for rows in (2, 4, 8))
     found = extrapolated(two, four, 3)
     for quick, traced in zip(
         (found.embed, *found.blocks, found.head), (eight.embed, *eight.blocks, eight.head), strict=True

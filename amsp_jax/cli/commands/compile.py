@@ -152,7 +152,7 @@ def _predicted_traffic(scorer: Scorer, candidate: Candidate) -> Collectives:
     """Leaf by leaf, as in the program; of a model that is cut whole messages, of which the bytes alone compare."""
     if candidate.parallel.total == 1:
         rounds = candidate.rounds(scorer.workload.global_batch)
-        counts = step_collectives(scorer.parts(candidate.degrees), scorer.wire, rounds)
+        counts = step_collectives(scorer.states.cost(candidate.degrees).parts, scorer.states.wire, rounds)
     else:
         counts = Counter()
         for cost in scorer.message_costs(candidate):

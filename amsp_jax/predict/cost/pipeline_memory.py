@@ -76,7 +76,11 @@ class _Step:
 
 
 def _step(
-    distinct: DistinctBlocks, plan: Plan, trace: ModelTrace, settings: StepSettings, schedule: PipelineSchedule
+    distinct: DistinctBlocks,
+    plan: Plan,
+    trace: ModelTrace,
+    settings: StepSettings,
+    schedule: PipelineSchedule,
 ) -> _Step:
     embed, kinds, head = part_bytes(distinct, plan, trace, settings)
     chunks = Chunks.of(distinct.order, schedule.num_stages, schedule.virtual_stages)

@@ -1,6 +1,7 @@
 """Every strategy for a model on a cluster, ranked: what fits, how long its step takes, why the others do not do."""
 
-from amsp_jax.predict.planner.scorer import MessageCost, MicrobatchGroupCost, Scorer
+from amsp_jax.predict.planner.message_costs import MessageCost
+from amsp_jax.predict.planner.scorer import MicrobatchGroupCost, Scorer
 from amsp_jax.predict.planner.search import NothingFits, candidates, search
 from amsp_jax.predict.planner.suggestions import nothing_fits_message
 from amsp_jax.predict.planner.types import (

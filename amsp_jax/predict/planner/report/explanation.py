@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from amsp_jax.predict.cost.memory import MemoryEstimate
 from amsp_jax.predict.cost.timeline import Event
+from amsp_jax.predict.planner.message_costs import MEASURED, MessageCost
 from amsp_jax.predict.planner.report.table import TERMS
 from amsp_jax.predict.planner.report.text import aligned, counted, gib, percent, seconds
-from amsp_jax.predict.planner.scorer import MEASURED, MessageCost, MicrobatchGroupCost
+from amsp_jax.predict.planner.scorer import MicrobatchGroupCost
 from amsp_jax.predict.planner.types import Estimate
 
 _MEMORY_BAR, _TIME_BAR = 50, 60

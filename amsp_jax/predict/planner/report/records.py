@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from amsp_jax.predict.cost.memory import MemoryEstimate
+from amsp_jax.predict.planner.message_costs import MessageCost
 from amsp_jax.predict.planner.report.explanation import PARTS, event_name, num_parts
 from amsp_jax.predict.planner.report.table import TERMS, gin_lines
-from amsp_jax.predict.planner.scorer import MessageCost, MicrobatchGroupCost
+from amsp_jax.predict.planner.scorer import MicrobatchGroupCost
 from amsp_jax.predict.planner.types import Candidate, Estimate, Ranking, Rejection
 
 
