@@ -13,8 +13,7 @@ import numpy as np
 import oracle
 import pytest
 from oracle import QUICKSTART, RANKS, THREE_DEGREES, plan_for
-from test_communication import predicted
-from test_memory import predicted_argument_bytes
+from oracle_step import ROWS, lowered, predicted, predicted_argument_bytes
 
 from amsp_jax.compile import hlo
 from amsp_jax.engine import block_backward
@@ -37,17 +36,6 @@ STRATEGIES = [
 ]
 # The triples that none of them is.
 OTHERS = sorted({str(d) for d in all_degrees(RANKS)} - {str(parse(s).resolve(RANKS)) for s in STRATEGIES})
-ROWS = 8
-
-
-def lowered(plan, accumulation, optimizer="adamw", settings=None):
-    optimizer = oracle.optimizer(optimizer)
-    step = make_train_step(plan, optimizer, settings or StepSettings())
-    shape = (accumulation, ROWS, oracle.SEQ)
-    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-    batch = {k: jax.ShapeDtypeStruct(shape, d, sharding=plan.batch_sharding) for k, d in dtypes.items()}
-    with jax.numpy_dtype_promotion("standard"):  # jax's XLA attention promotes bf16 in its backward pass
-        return step.lower(abstract_state(plan, optimizer), batch)
 
 
 def expected(plan, accumulation):

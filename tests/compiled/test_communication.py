@@ -1,14 +1,13 @@
 """What the cost model says of messages; `test_collectives` holds the collectives it predicts against compiled steps."""
 
 import math
-from collections import Counter
 
 import jax.numpy as jnp
 import oracle
 import pytest
 from oracle import RANKS, plan_for
+from oracle_step import parts_of
 
-from amsp_jax.compile import hlo
 from amsp_jax.engine.collectives import Reduction
 from amsp_jax.engine.plan import make_plan
 from amsp_jax.models.registry import build_model
@@ -18,33 +17,9 @@ from amsp_jax.predict.cost.communication import (
     collectives,
     group_of,
     messages,
-    part_plans,
     step_collectives,
 )
 from amsp_jax.strategy import Degree
-
-FLOAT32 = Reduction.of(jnp.float32)
-
-
-def parts_of(plan, model):
-    return part_plans(model, plan.leaves, range(len(model.blocks)))
-
-
-def result_bytes(collective):
-    """Of one device's result, from the message's: what the program's text shows."""
-    if collective.kind == "reduce-scatter":
-        return collective.num_bytes // collective.group.total
-    return collective.num_bytes
-
-
-def predicted(plan, accumulation, reduction=FLOAT32):
-    """By (kind, groups, bytes of the result), how often each collective runs in a step."""
-    model = oracle.model("llama")
-    wire = WireDtypes(plan.compute_dtype, reduction)
-    counts = Counter()
-    for c, count in step_collectives(parts_of(plan, model), wire, accumulation).items():
-        counts[c.kind, hlo.mesh_groups(plan.mesh, c.axes), result_bytes(c)] += count
-    return counts
 
 
 def test_messages_hold_the_bytes_of_their_leaves():

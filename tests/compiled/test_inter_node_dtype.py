@@ -12,8 +12,7 @@ import parallel_rows
 import pytest
 from gpu_compiler import compiles_for_gpus
 from oracle import NODES_FIRST, QUICKSTART, Run, batches, difference, plan_for
-from test_collectives import lowered
-from test_communication import FLOAT32, parts_of, predicted
+from oracle_step import FLOAT32, lowered, parts_of, predicted
 
 from amsp_jax.compile import ahead_of_time, hlo
 from amsp_jax.engine.block_backward import reduction_window
@@ -38,7 +37,9 @@ STRATEGIES = [
     *(NODES_FIRST, "params=replica grads=1x2 opt_state=2x2"),
 ]
 # Every strategy in a step of a first microbatch, a loop and a last; some in a step of one microbatch.
-CASES = [*((strategy, 4) for strategy in STRATEGIES), ("zero1", 1), ("zero3", 1)]
+QUICK = [("zero1", 1), ("zero3", 4), ("mics", 4), (QUICKSTART, 4), (NODES_FIRST, 4)]
+ALL = [*((strategy, 4) for strategy in STRATEGIES), ("zero1", 1), ("zero3", 1)]
+CASES = [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in ALL]
 BF16_WIRE = Reduction.of("float32", "bfloat16")
 NARROW = StepSettings(inter_node_dtype="bfloat16")
 # The largest relative error of a value that is rounded to bf16.

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import parallel_rows
 import pytest
+from cut_models import CASES, assert_near, draw, loss_and_grads, make, make_batch, parallel
 from parallel_table import Row
-from test_tensor import CASES, assert_near, draw, loss_and_grads, make, make_batch, parallel
 
 from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.errors import UserError
@@ -36,7 +36,13 @@ def draw_matrix(vocab_dim, dtype=jnp.float32, num_columns=VOCAB):
     return jnp.asarray(matrix if vocab_dim == 1 else matrix.T, dtype)
 
 
-@pytest.mark.parametrize("case", ["llama, t=4", "llama, t=4, 5 words", "gpt, t=4", "gpt, c=4", "llama, c=2, t=4"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("llama, t=4, 5 words", "llama, c=2, t=4"),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("llama, t=4", "gpt, t=4", "gpt, c=4")),
+    ],
+)
 def test_a_cut_model_with_chunks_equals_one_device_without(case):
     config, sizes = CASES[case]
     params, batch = draw(make(config)), make_batch(config.vocab_size)

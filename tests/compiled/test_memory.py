@@ -12,6 +12,7 @@ import oracle
 import pytest
 from gpu_compiler import compiles_for_gpus
 from oracle import NODES_FIRST, PRESETS, QUICKSTART, RANKS, THREE_DEGREES, plan_for
+from oracle_step import predicted_argument_bytes
 
 from amsp_jax.compile import ahead_of_time
 from amsp_jax.engine.optimizer import OPTIMIZERS
@@ -35,12 +36,6 @@ def arguments(model, plan, optimizer):
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     batch = {k: jax.ShapeDtypeStruct(shape, d, sharding=plan.batch_sharding) for k, d in dtypes.items()}
     return abstract_state(plan, optimizer), batch
-
-
-def predicted_argument_bytes(model, strategy, optimizer, num_rows):
-    distinct = DistinctBlocks.of(model)
-    batch_bytes = num_rows // RANKS.total * oracle.SEQ * 12
-    return memory.argument_bytes(distinct, plan_for(strategy, distinct.model), optimizer, batch_bytes).argument_bytes
 
 
 def check_arguments(strategy, name):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from oracle import QUICKSTART, THREE_DEGREES
 
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.plan import LARGE_LEAF, make_plan, plan_parameters, spec_text
@@ -22,9 +23,7 @@ from amsp_jax.models.registry import build_model
 from amsp_jax.strategy import DataRanks, all_degrees
 
 RANKS = DataRanks(per_node=4, num_nodes=2)
-QUICKSTART = "params=replica grads=node opt_state=full"
-MIXED = "params=2x1 grads=4x1 opt_state=4x2"
-STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "mics(2)", "hpz(4)", "hfsdp(2)", QUICKSTART, MIXED]
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "mics(2)", "hpz(4)", "hfsdp(2)", QUICKSTART, THREE_DEGREES]
 MICROBATCHES, ROWS, SEQ = 4, 8, 16
 
 
@@ -47,7 +46,12 @@ def plan_leaf(dims, strategy="zero3", ranks=RANKS):
         ("hpz(4)", P("intra_param"), *[P(("intra_param", "inter_grad"))] * 2),
         ("hfsdp(2)", *[P("intra_param")] * 2, P(("intra_param", "inter_opt", "intra_opt"))),
         (QUICKSTART, P(), P("intra_grad"), P(("intra_grad", "inter_opt"))),
-        (MIXED, P("intra_param"), P(("intra_param", "intra_grad")), P(("intra_param", "intra_grad", "inter_opt"))),
+        (
+            THREE_DEGREES,
+            P("intra_param"),
+            P(("intra_param", "intra_grad")),
+            P(("intra_param", "intra_grad", "inter_opt")),
+        ),
     ],
 )
 def test_specs_split_one_dimension_param_axes_first(strategy, params, grads, opt):
@@ -214,7 +218,7 @@ def abstract_batch(plan):
     return {k: jax.ShapeDtypeStruct(dims, dtype, sharding=plan.batch_sharding) for k, dtype in dtypes.items()}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", "mics(2)", QUICKSTART, MIXED])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "mics(2)", QUICKSTART, THREE_DEGREES])
 def test_the_compiled_step_holds_exactly_the_planned_bytes(strategy):
     model, optimizer = bigram(), make_optimizer("adamw", 1e-3, clip_norm=1.0)
     plan = make_plan(strategy, model, ranks=RANKS, devices=jax.devices())

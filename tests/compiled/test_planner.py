@@ -4,11 +4,10 @@ import dataclasses
 import json
 
 import pytest
+from planner_workloads import ONE, workload
 
-from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.errors import UserError
-from amsp_jax.models.registry import build_model
 from amsp_jax.predict.cluster import CLUSTERS, Link, Network, named_cluster
 from amsp_jax.predict.planner import (
     Candidate,
@@ -17,7 +16,6 @@ from amsp_jax.predict.planner import (
     Reason,
     Scorer,
     Space,
-    Workload,
     candidates,
     compute_costs,
     nothing_fits_message,
@@ -25,14 +23,6 @@ from amsp_jax.predict.planner import (
     search,
 )
 from amsp_jax.strategy import DataRanks, parse
-
-ONE = Space(microbatches=(1,), remats=(Remat.PROJECTIONS,))
-
-
-def workload(model="llama-7b", global_batch=1024, **overrides):
-    built = build_model(model, overrides, attention="cudnn")
-    optimizer = make_optimizer("adamw", 1e-4, weight_decay=0.1, clip_norm=1.0)
-    return Workload(model=built, optimizer=optimizer, global_batch=global_batch, seq_len=4096)
 
 
 @pytest.mark.parametrize(("nodes", "filled"), [(128, 286), (64, 220), (16, 120), (4, 56), (1, 20)])

@@ -7,10 +7,9 @@ from collections import Counter
 
 import oracle
 import pytest
-from oracle import RANKS, plan_for
-from test_collectives import lowered
-from test_communication import predicted
-from test_planner import ONE, workload
+from oracle import RANKS, THREE_DEGREES, plan_for
+from oracle_step import lowered, predicted
+from planner_workloads import ONE, workload
 
 from amsp_jax.compile import hlo
 from amsp_jax.engine.parallel import ModelParallel
@@ -34,9 +33,8 @@ from amsp_jax.predict.planner import (
 from amsp_jax.predict.planner.bounds import Bounds
 from amsp_jax.strategy import DataRanks, parse
 
-MIXED = "params=2x1 grads=4x1 opt_state=4x2"
-STRATEGIES = ["zero1", "zero2", "zero3", "mics(2)", MIXED]
-QUICK = [("zero1", 4), ("zero3", 2), (MIXED, 2)]
+STRATEGIES = ["zero1", "zero2", "zero3", "mics(2)", THREE_DEGREES]
+QUICK = [("zero1", 4), ("zero3", 2), (THREE_DEGREES, 2)]
 
 
 # --- collectives
@@ -66,7 +64,7 @@ def test_groups_of_every_strategy_have_the_predicted_collectives(strategy, group
 
 @pytest.mark.slow
 def test_between_the_first_and_the_last_group_is_a_loop():
-    check(MIXED, 8, 2)
+    check(THREE_DEGREES, 8, 2)
 
 
 # --- the timeline

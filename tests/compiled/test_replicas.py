@@ -52,7 +52,10 @@ def trained(strategy, ranks=oracle.RANKS):
     return model, optimizer, plan, state
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(s, marks=[] if s in ("ddp", "hpz(4)", STRATEGIES[-1]) else pytest.mark.slow) for s in STRATEGIES],
+)
 def test_a_flipped_bit_is_named(strategy):
     model, optimizer, plan, state = trained(strategy)
     check = make_replica_check(plan, optimizer)

@@ -26,7 +26,7 @@ import strategies  # noqa: E402
 from measure import SIZES, Size, gpu_share, measured  # noqa: E402
 from rows import step_times, table  # noqa: E402
 
-MIXED = "params=replica grads=node opt_state=full"
+QUICKSTART = "params=replica grads=node opt_state=full"
 ZERO1, ZERO3, MICS, DDP = (str(parse(name).resolve(DataRanks(2, 2))) for name in ("zero1", "zero3", "mics", "ddp"))
 SMALL = Size(
     model="llama-tiny",
@@ -84,7 +84,7 @@ def test_steps_that_take_long_are_fewer(bfloat16):
 def test_names_of_one_placement_are_measured_once():
     found = strategies.named(strategies.NAMED, DataRanks(1, 2))
     assert [sorted(names) for names in found.values()] == [
-        [MIXED, "zero1"],
+        [QUICKSTART, "zero1"],
         ["ddp", "mics"],
         ["hpz", "zero2"],
         ["zero3"],
