@@ -6,7 +6,7 @@ What needs jax is imported at first use: strategies can be read and resolved on 
 import importlib
 from typing import Any
 
-from amsp_jax.errors import UserError
+from amsp_jax.errors import HookError, UserError
 from amsp_jax.strategy import (
     PRESETS,
     DataRanks,
@@ -46,10 +46,14 @@ _HOME = {
     "StepSettings": "engine.step_settings",
     "make_eval_step": "engine.eval_step",
     "make_train_step": "engine.train_step",
+    "Run": "run.run",
+    "TrainConfig": "run.config",
+    "Trainer": "run.trainer",
+    "build_model": "models.registry",
 }
 """The module of each public name that needs jax."""
 
-_MODULES = {"data": "run.data"}
+_MODULES = {"data": "run.data", "hooks": "run.hooks"}
 """Where a public module is, such as `amsp_jax.data`."""
 
 __all__ = [
@@ -57,6 +61,7 @@ __all__ = [
     "DataRanks",
     "FullReplica",
     "FullSharding",
+    "HookError",
     "Model",
     "ModelNumbers",
     "ModelParallel",
@@ -66,15 +71,20 @@ __all__ = [
     "Plan",
     "RankSharding",
     "Remat",
+    "Run",
     "Split",
     "StepSettings",
     "Strategy",
+    "TrainConfig",
     "TrainState",
+    "Trainer",
     "UserError",
     "abstract_state",
+    "build_model",
     "data",
     "ddp",
     "hfsdp",
+    "hooks",
     "hpz",
     "init_state",
     "make_eval_step",

@@ -21,5 +21,9 @@ class NonFiniteError(BadNumbersError):
         self.step = step
 
 
+class HookError(UserError):
+    """A hook raised, which ended the run; the message names the hook and the step, and says what is saved."""
+
+
 class Stopped(Exception):
     """The run was asked to stop and has; the message says what is saved and how to go on."""

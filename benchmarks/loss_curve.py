@@ -31,6 +31,7 @@ from amsp_jax.cli import settings as cli
 from amsp_jax.engine.state import init_state
 from amsp_jax.run.data import Prefetcher
 from amsp_jax.run.job import Job, prepare
+from amsp_jax.run.resolved import resolve
 from amsp_jax.runtime import launch
 
 RUNS = (("overlap", PARTS[-1]), ("overlap again", PARTS[-1]), ("no overlap", PARTS[0]))
@@ -43,7 +44,7 @@ def main() -> None:
     config = cli.load_config([cli.find_gin_file(args.gin_file)], bindings)
     layout = measure.set_up(args)
     built = cli.build_model(config, layout.devices[0])
-    job = prepare(config, built.model, built.vocab_size, layout)
+    job = prepare(resolve(config, built.model, layout), built.vocab_size)
     programs = {part: compiled(job, part) for _, part in RUNS}
     losses = {}
     for name, part in RUNS:

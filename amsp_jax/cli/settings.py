@@ -197,15 +197,10 @@ def load_config(gin_files: Sequence[Path], bindings: Sequence[str] = ()) -> Trai
     return config
 
 
-def gin_text(config: TrainConfig) -> str:
-    """The gin file that gives exactly this config: a macro and its value for each setting."""
-    return "".join(f"{name.upper()} = {value}\n" for name, value in config.settings().items())
-
-
 def _defaults_text() -> str:
     """The macro of each field with its default, and the binding from macro to field."""
     imports = "from __gin__ import dynamic_registration\nfrom amsp_jax.run import config\n"
-    return imports + gin_text(TrainConfig()) + "".join(f"config.TrainConfig.{n} = %{n.upper()}\n" for n in FIELDS)
+    return imports + TrainConfig().to_gin() + "".join(f"config.TrainConfig.{n} = %{n.upper()}\n" for n in FIELDS)
 
 
 def build_model(config: TrainConfig, device: jax.Device | None = None) -> BuiltModel:

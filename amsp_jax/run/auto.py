@@ -9,13 +9,14 @@ from pathlib import Path
 
 from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.errors import UserError
-from amsp_jax.model import Model
 from amsp_jax.predict.calibrate import ProgressLine, calibrated, running_cluster
 from amsp_jax.predict.cluster import CLUSTERS, Cluster, differences, load_cluster
 from amsp_jax.predict.planner import NothingFits, Objective, Space, Workload, nothing_fits_message, report, search
+from amsp_jax.run.actions import Action
 from amsp_jax.run.config import TrainConfig
-from amsp_jax.run.job import batch_of, optimizer_of
 from amsp_jax.run.metrics import TRAIN_FILE, read_rows
+from amsp_jax.run.resolved import Resolved
+from amsp_jax.run.run import Run
 from amsp_jax.runtime.launch import Layout, from_process_0
 
 _TOP = 5
@@ -58,19 +59,30 @@ class Choice:
         return f"{text}; peak memory: predicted {_gib(predicted)}, measured {_gib(measured)}"
 
 
-def choose(config: TrainConfig, model: Model, layout: Layout) -> Choice:
+class Comparison(Action):
+    """Prints how right the prediction was, when the run has reached its last step."""
+
+    def __init__(self, choice: Choice) -> None:
+        self._choice = choice
+
+    def on_end(self, run: Run) -> None:
+        if run.error is None and run.is_process_0:
+            run.say(*filter(None, [self._choice.comparison(run.run_dir, run.first_step)]))
+
+
+def choose(resolved: Resolved) -> Choice:
     """The fastest strategy on these devices, by a cluster file or by what is measured now and kept.
 
     Every process calls it, and gets process 0's choice.
 
     Raises:
-      UserError: no strategy fits; the batch does not divide; the cluster file is broken.
+      UserError: no strategy fits; the cluster file is broken.
     """
-    batch_of(config, model, layout)
+    config, layout = resolved.config, resolved.layout
     if layout.cluster().num_devices == 1:
         return Choice(strategy="ddp", lines=("one device has one strategy, ddp",), prediction=None)
     cluster, notes = _cluster(config, layout)
-    made = from_process_0(lambda: _ranked(config, model, cluster))
+    made = from_process_0(lambda: _ranked(resolved, cluster))
     if layout.platform == "cpu":
         notes = [*notes, "simulated devices share this machine's cores: what is predicted of their times is rough"]
     return Choice(strategy=made["strategy"], lines=(*notes, *made["lines"]), prediction=made["prediction"])
@@ -102,10 +114,11 @@ def _cluster(config: TrainConfig, layout: Layout) -> tuple[Cluster, list[str]]:
     return same_grid, notes
 
 
-def _ranked(config: TrainConfig, model: Model, cluster: Cluster) -> dict:
+def _ranked(resolved: Resolved, cluster: Cluster) -> dict:
+    config = resolved.config
     workload = Workload(
-        model=model,
-        optimizer=optimizer_of(config),
+        model=resolved.model,
+        optimizer=resolved.optimizer,
         global_batch=config.global_batch,
         seq_len=config.seq_len,
         compute_dtype=config.compute_dtype,

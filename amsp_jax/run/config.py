@@ -149,6 +149,10 @@ class TrainConfig:
         """The Python text of every setting, by its name."""
         return {name: repr(getattr(self, name)) for name in FIELDS}
 
+    def to_gin(self) -> str:
+        """The gin file that gives exactly this config: a macro and its value for each setting."""
+        return "".join(f"{name.upper()} = {value}\n" for name, value in self.settings().items())
+
 
 _MAX_SEED = (1 << 32) - 1
 # Far above what anyone trains, and the numbers of all steps still fit into memory.

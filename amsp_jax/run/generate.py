@@ -13,7 +13,7 @@ from amsp_jax.engine.eval_step import make_logits_step
 from amsp_jax.engine.plan import Plan
 from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.errors import UserError
-from amsp_jax.model import Batch, Model, Params
+from amsp_jax.model import Batch, Params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,14 +42,11 @@ class Sampling:
             raise UserError(f"seed {self.seed} must be at least 0")
 
 
-def make_next_logits(
-    model: Model, plan: Plan, settings: StepSettings, seq_len: int
-) -> Callable[[Params, Sequence[int]], np.ndarray]:
+def make_next_logits(plan: Plan, settings: StepSettings, seq_len: int) -> Callable[[Params, Sequence[int]], np.ndarray]:
     """`next_logits(params, tokens) -> [vocab]` float32: what follows the last `seq_len` of `tokens`.
 
     Args:
-      model: with `logits`.
-      plan: of the parameters.
+      plan: of a model that has `logits`.
       settings: as of the training step.
       seq_len: longest context; shorter ones are padded, so that it compiles once.
     """

@@ -6,8 +6,8 @@ and every line stays readable to any JSON parser; `read_rows` turns them back.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -15,8 +15,8 @@ import pathlib
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from typing import Any, TextIO
+from collections.abc import Callable, Mapping
+from typing import IO, Any, TextIO
 
 from amsp_jax.errors import UserError
 
@@ -33,7 +33,7 @@ class TrainRow:
       step: counts from 1.
       loss: mean over the valid tokens of the global batch.
       grad_norm: before clipping.
-      learning_rate: the one this step used, or would have.
+      learning_rate: the one this step used, or would have; None with an optimizer whose schedule is not known.
       num_tokens: valid tokens.
       num_skipped: steps up to this one whose update was not applied, as loss or gradient norm was not finite.
       step_time_s: wall time.
@@ -43,12 +43,13 @@ class TrainRow:
       mfu: of the device's peak, with causal attention counted once.
       mfu_paper: as AMSP counts, without the causal discount.
       peak_memory_bytes: the largest of this process's devices.
+      aux: the model's own sums over the global batch, by name; lists where they are arrays.
     """
 
     step: int
     loss: float
     grad_norm: float
-    learning_rate: float
+    learning_rate: float | None
     num_tokens: int
     num_skipped: int
     step_time_s: float
@@ -58,78 +59,90 @@ class TrainRow:
     mfu: float | None
     mfu_paper: float | None
     peak_memory_bytes: int | None
+    aux: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValidationRow:
-    """One evaluation: `loss` is the mean over `num_tokens` valid tokens after `step` training steps."""
+    """One evaluation after `step` training steps.
+
+    Attributes:
+      loss: mean over `num_tokens` valid tokens.
+      aux: the model's own sums over them, as in `TrainRow`.
+    """
 
     step: int
     loss: float
     num_tokens: int
+    aux: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class MetricsWriter:
-    """Writes `metrics.jsonl`, `validation.jsonl` and, if tensorboard is installed, its events.
+    """Writes `metrics.jsonl` and `validation.jsonl`.
 
     Every row is on disk when the call returns, so a killed run loses none.
     """
 
-    def __init__(self, run_dir: str | pathlib.Path, resume_step: int | None, *, enabled: bool = True) -> None:
+    def __init__(self, run_dir: str | pathlib.Path, resume_step: int | None) -> None:
         """Opens the files, dropping the rows that the run will write again.
 
         Args:
           run_dir: an existing folder.
           resume_step: the step of the checkpoint that the run goes on from; None for a new run.
-          enabled: True on process 0 only; the others call the same methods and write nothing.
 
         Raises:
           UserError: the files cannot be read or written.
         """
-        self._files: dict[str, TextIO] = {}
-        self._events: _Events | None = None
-        if not enabled:
-            return
-        run_dir = pathlib.Path(run_dir)
-        last_step = resume_step or 0
+        self._folder = pathlib.Path(run_dir)
+        self._files: dict[str, IO[bytes]] = {}
         # A run that begins again writes the validation before its first step again, too.
         keep_up_to = -1 if resume_step is None else resume_step
         try:
             for name in (TRAIN_FILE, VALIDATION_FILE):
-                _drop_rows_after(run_dir / name, keep_up_to)
+                _drop_rows_after(self._folder / name, keep_up_to)
             for name in (TRAIN_FILE, VALIDATION_FILE):
-                self._files[name] = (run_dir / name).open("a", encoding="utf-8")
+                # Without a buffer nothing is left to write, and to fail, when a file is closed.
+                self._files[name] = (self._folder / name).open("ab", buffering=0)
         except OSError as error:
             raise UserError(
                 f"metrics in {run_dir} cannot be written: {error}. Set run_dir to a folder you own."
             ) from error
-        if importlib.util.find_spec("tensorboard") is not None:
-            self._events = _Events(run_dir / "tensorboard", last_step)
 
     def train(self, row: TrainRow) -> None:
-        """Adds the row of one training step."""
-        self._write(TRAIN_FILE, "train", row)
+        """Adds the row of one training step; raises UserError where the disk is full."""
+        self._write(TRAIN_FILE, row)
 
     def validation(self, row: ValidationRow) -> None:
-        """Adds the row of one evaluation."""
-        self._write(VALIDATION_FILE, "validation", row)
+        """Adds the row of one evaluation; raises UserError where the disk is full."""
+        self._write(VALIDATION_FILE, row)
 
     def close(self) -> None:
         """Closes the files; the writer is of no use afterwards."""
         for file in self._files.values():
             file.close()
-        if self._events:
-            self._events.close()
 
-    def _write(self, name: str, tag: str, row: TrainRow | ValidationRow) -> None:
-        if not self._files:
-            return
-        values = dataclasses.asdict(row)
-        self._files[name].write(_to_json(values) + "\n")
-        self._files[name].flush()
-        if self._events:
-            step = values.pop("step")
-            self._events.add(step, {f"{tag}/{key}": value for key, value in values.items() if value is not None})
+    def _write(self, name: str, row: TrainRow | ValidationRow) -> None:
+        line, file = (_to_json(row_values(row)) + "\n").encode(), self._files[name]
+        end = file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[file.write(line) :]
+        except OSError as error:
+            # Half a row in the middle of a file would be an error for whoever reads it.
+            with contextlib.suppress(OSError):
+                file.truncate(end)
+            self.close()
+            raise UserError(
+                f"{self._folder / name} cannot be written: {error.strerror}. Make room; the same command goes on."
+            ) from error
+
+
+def row_values(row: TrainRow | ValidationRow) -> dict[str, Any]:
+    """The numbers of a row by name; a model without sums of its own has no `aux`."""
+    values = dataclasses.asdict(row)
+    if not values["aux"]:
+        del values["aux"]
+    return values
 
 
 def read_rows(path: str | pathlib.Path) -> list[dict[str, Any]]:
@@ -158,20 +171,31 @@ def _from_json(line: bytes) -> dict[str, Any]:
     row = json.loads(line)
     if not isinstance(row, dict):
         raise ValueError("no JSON object")
-    row = {
-        key: float(value) if isinstance(value, str) and value in _NOT_FINITE else value for key, value in row.items()
-    }
+    row = _numbers(row)
     for key, kind in (("step", int), ("loss", int | float)):
         if not isinstance(row.get(key), kind):
             raise ValueError(f"{key} is {row.get(key)!r}, no number")
     return row
 
 
+def _numbers(value: Any) -> Any:
+    """The value with the texts of numbers that are not finite turned back into numbers."""
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_numbers(item) for item in value]
+    return float(value) if isinstance(value, str) and value in _NOT_FINITE else value
+
+
 def _to_json(row: dict[str, Any]) -> str:
     def finite(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: finite(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [finite(item) for item in value]
         return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
-    return json.dumps({key: finite(value) for key, value in row.items()}, allow_nan=False)
+    return json.dumps(finite(row), allow_nan=False)
 
 
 def _drop_rows_after(path: pathlib.Path, last_step: int) -> None:
@@ -187,8 +211,8 @@ def _drop_rows_after(path: pathlib.Path, last_step: int) -> None:
     temporary.replace(path)
 
 
-class _Events:
-    """TensorBoard's event file, without TensorFlow."""
+class EventWriter:
+    """TensorBoard's event file, without TensorFlow; tensorboard must be installed."""
 
     def __init__(self, directory: pathlib.Path, last_step: int) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -200,11 +224,17 @@ class _Events:
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._writer.add_event(self._event(wall_time=time.time(), step=last_step + 1, session_log=start))
 
-    def add(self, step: int, values: dict[str, float]) -> None:
-        summary = self._summary(value=[self._summary.Value(tag=tag, simple_value=v) for tag, v in values.items()])
+    def add(self, kind: str, row: TrainRow | ValidationRow) -> None:
+        """Adds the numbers of a row as `kind/name`; what is no number, such as an array of `aux`, is left out."""
+        values = row_values(row)
+        step = values.pop("step")
+        values |= {f"aux/{name}": value for name, value in values.pop("aux", {}).items()}
+        numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
+        summary = self._summary(value=[self._summary.Value(tag=tag, simple_value=v) for tag, v in numbers.items()])
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:
+        """Writes what is left and ends the writer's thread."""
         self._writer.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,21 @@ def _open(directory: Path, step: int | None, wanted: Wanted, goes_back: bool = F
     return Saved(checkpointer, step, wanted, passed_over)
 
 
+def require_same_data(folder: RunFolder, job: Job) -> None:
+    """Compares the content of the data with what the run began with; where the data lie makes no difference.
+
+    Raises:
+      UserError: the content is another, or it is not known and the data have another name.
+    """
+    if folder.fingerprint:
+        _require_same_data(folder.fingerprint, job)
+    elif folder.is_same_run and folder.data != job.config.data:
+        raise UserError(
+            f"run_dir={folder.path} holds a different run: data={folder.data!r} there and data={job.config.data!r} "
+            "here. Choose another folder, or set it as it is there"
+        )
+
+
 def own_checkpoint(folder: RunFolder, job: Job) -> Saved | None:
     """Where this run goes on; None for a run that has saved nothing.
 
@@ -89,7 +105,7 @@ def own_checkpoint(folder: RunFolder, job: Job) -> Saved | None:
     return saved
 
 
-def _require_same_data(there: dict[str, str], job: Job) -> None:
+def _require_same_data(there: Mapping[str, str], job: Job) -> None:
     here = job.datasets.fingerprint
     changed = [name for name in there if there[name] != here.get(name)]
     if changed:

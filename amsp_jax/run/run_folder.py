@@ -27,12 +27,13 @@ DEFAULT_PARENT = Path("runs")
 CONFIG_FILE = "config.gin"
 TOKENIZER_FILE = "tokenizer.json"
 CHECKPOINTS = "checkpoints"
-IDENTITY = ("model", "model_overrides", "data", "end_of_document", "seed", "global_batch", "seq_len", "optimizer")
-"""The settings that make a run: with another value it is another run."""
+IDENTITY = ("model", "model_overrides", "end_of_document", "seed", "global_batch", "seq_len", "optimizer")
+"""The settings that make a run: with another value it is another run. The data are told by their content."""
 HOW_COMPUTED = ("attention", "loss_chunks")
 """The fields of `model_overrides` that do not: they change how a model is computed, not which it is."""
 
 _RECORD = "run.json"
+_FINGERPRINT = "data_fingerprint"
 _LOCK = ".lock"
 _LOST_LOCK_S = 120
 
@@ -45,11 +46,15 @@ class RunFolder:
       path: the folder.
       is_same_run: it already holds this run, which goes on from its last checkpoint.
       is_numbered: the next free number; another command may take it first.
+      data: the setting that the run began with.
+      fingerprint: of the content of its data; empty if it is not known.
     """
 
     path: Path
     is_same_run: bool
     is_numbered: bool = False
+    data: str = ""
+    fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def checkpoints(self) -> Path:
@@ -57,8 +62,12 @@ class RunFolder:
         return self.path / CHECKPOINTS
 
     @contextlib.contextmanager
-    def claimed(self, config: TrainConfig) -> Iterator[RunFolder]:
+    def claimed(self, config: TrainConfig, fingerprint: Mapping[str, str] | None = None) -> Iterator[RunFolder]:
         """Makes the folder, records which run it holds, and keeps other commands out until the context ends.
+
+        Args:
+          config: the settings.
+          fingerprint: of the content of the data.
 
         Raises:
           UserError: it cannot be written, or another command was faster.
@@ -70,7 +79,8 @@ class RunFolder:
                 stack.enter_context(_locked(folder.path))
                 if not self.is_same_run and (folder.path / _RECORD).exists():
                     raise UserError(f"run_dir={folder.path}: another command began a run there; choose another folder")
-            folder.write(_RECORD, json.dumps(identity(config), indent=2) + "\n")
+            record = {**identity(config), "data": config.data, _FINGERPRINT: dict(fingerprint or {})}
+            folder.write(_RECORD, json.dumps(record, indent=2) + "\n")
             yield folder
 
     def _made(self) -> RunFolder:
@@ -122,12 +132,19 @@ def find_run_folder(config: TrainConfig) -> RunFolder:
     with _writing(path):
         if not path.is_dir() or not any(path.iterdir()):
             return RunFolder(path, is_same_run=False)
-        _require_same(path, _read_record(path), identity(config))
+        record = _read_record(path)
+        _require_same(path, record, identity(config))
         _refuse_links(path)
         if (path / _LOCK).exists():
             with _locked(path):
                 pass
-    return RunFolder(path, is_same_run=True)
+    fingerprint = record.get(_FINGERPRINT)
+    return RunFolder(
+        path,
+        is_same_run=True,
+        data=str(record.get("data", "")),
+        fingerprint=fingerprint if isinstance(fingerprint, dict) else {},
+    )
 
 
 def _named(run_dir: str) -> Path:

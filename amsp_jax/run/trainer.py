@@ -1,359 +1,370 @@
-"""The training loop, from a checked job to its last checkpoint.
+"""`Trainer`: a run from Python, from its settings to its last checkpoint.
 
-It is one step ahead of what it reads: it dispatches a step, then waits for the numbers of the step before.
+run = Trainer(model, optax.adamw(3e-4), strategy="zero3", data=source, global_batch=64, steps=1000).fit()
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
-import numpy as np
+import optax
+from jax._src import xla_bridge
 
-from amsp_jax.engine.eval_step import make_eval_step
-from amsp_jax.engine.nonfinite import NonFinite, make_find_nonfinite
-from amsp_jax.engine.replicas import make_replica_check
-from amsp_jax.engine.state import TrainState
-from amsp_jax.errors import BadNumbersError, NonFiniteError, Stopped
-from amsp_jax.model import Model, Params
-from amsp_jax.run.checkpoint import Checkpointer
-from amsp_jax.run.config import TrainConfig
-from amsp_jax.run.data import Prefetcher, Source
-from amsp_jax.run.data.source import state_after
-from amsp_jax.run.generate import Sampling, generate, make_next_logits
-from amsp_jax.run.job import Job, TrainStep, compile_step, prepare
-from amsp_jax.run.metrics import VALIDATION_FILE, ValidationRow, read_rows
-from amsp_jax.run.plots import plot_losses
-from amsp_jax.run.reporter import Reporter
-from amsp_jax.run.resume import foreign_checkpoint, fresh, meta_of, own_checkpoint, proceed
-from amsp_jax.run.run_folder import TOKENIZER_FILE, RunFolder, find_run_folder
+from amsp_jax.engine.learning_rate import LearningRate
+from amsp_jax.errors import HookError, Stopped, UserError
+from amsp_jax.model import Model
+from amsp_jax.run import auto, hooks
+from amsp_jax.run.config import FIELDS, TrainConfig, did_you_mean
+from amsp_jax.run.data import Source
+from amsp_jax.run.data.source import source_name
+from amsp_jax.run.hooks import Hook
+from amsp_jax.run.job import Job, compile_step, prepare
+from amsp_jax.run.loop import Loop
+from amsp_jax.run.resolved import compiler_options, resolve
+from amsp_jax.run.resume import Saved, foreign_checkpoint, fresh, own_checkpoint, proceed, require_same_data
+from amsp_jax.run.run import Run
+from amsp_jax.run.run_folder import CONFIG_FILE, TOKENIZER_FILE, RunFolder, find_run_folder
+from amsp_jax.run.sample import ClosingNotes
+from amsp_jax.runtime import launch, output
 from amsp_jax.runtime.launch import Layout, from_process_0, own_watch, say
+from amsp_jax.strategy import Strategy, parse
 
-_SAMPLE_PROMPT_TOKENS, _SAMPLE_TOKENS = 16, 64
-# A file system that takes longer is taken for lost; a batch of validation compiles, the first time.
-_SAVE_LIMIT_S, _VALIDATION_LIMIT_S = 1800.0, 600.0
-# Batches that take longer are of files that hang, which the step that wants them tells.
-_SETTLE_S = 10.0
-_NUM_SHOWN = 3
-_ADVICE = {
-    "stop": "on_nonfinite='skip' passes over such batches; a lower learning rate may avoid them.",
-    "skip": "That is more in a row than max_skipped allows; a lower learning rate or an earlier checkpoint may help.",
-}
+_OWN_OPTIMIZER = "own"
+_OF_NAMED_OPTIMIZERS = (
+    *("learning_rate", "warmup_steps", "lr_schedule", "lr_final_fraction", "lr_decay_fraction"),
+    *("weight_decay", "clip_norm", "beta1", "beta2", "epsilon", "momentum"),
+)
+# A source's ids are not checked where the model does not say how many it knows.
+_ANY_VOCABULARY = (1 << 31) - 1
 
 
-def train(
-    config: TrainConfig,
-    model: Model,
-    vocab_size: int,
-    layout: Layout,
-    *,
-    notes: tuple[str, ...] = (),
-    files: Mapping[str, str] | None = None,
-    closing: Callable[[Path, int], str] | None = None,
-    is_dry_run: bool = False,
-    data: Source | None = None,
-    validation: Source | None = None,
-) -> Path:
-    """Trains until `steps` or `stop_after`; goes on with the run that `run_dir` holds.
+class Trainer:
+    """A run described in Python; `fit` trains it.
 
-    Args:
-      config: the settings.
-      model: the model.
-      vocab_size: ids that it knows.
-      layout: the devices.
-      notes: lines to print with the plan, such as the choice of attention.
-      files: names and texts to keep in the run folder.
-      closing: a line to print at the end, of the run folder and the step that this process began at.
-      is_dry_run: check and print all, write nothing and return.
-      data: rows of training, in place of the corpus that `config.data` names.
-      validation: rows of validation, with `data` only.
+    The process needs no start-up of its own: `fit` finds the devices of this host, or of all hosts that SLURM
+    started. It works the same on one CPU and on many hosts, where every process runs the same script.
 
-    Returns:
-      The run folder.
+    Example:
+      >>> run = Trainer(model, optax.adamw(3e-4), data=source, global_batch=64, steps=1000, run_dir="runs/x").fit()
+      >>> run.metrics[-1]["loss"], run.params
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        optimizer: optax.GradientTransformation | str | None = None,
+        *,
+        strategy: Strategy | str | None = None,
+        data: Source | str | None = None,
+        validation: Source | None = None,
+        vocab_size: int | None = None,
+        learning_rate: LearningRate | float | None = None,
+        hooks: Sequence[Hook] = (),
+        default_hooks: Sequence[Hook] | None = None,
+        layout: Layout | None = None,
+        config: TrainConfig | None = None,
+        notes: Sequence[str] = (),
+        **settings: Any,
+    ) -> None:
+        """Checks the settings; no device is looked at.
+
+        Args:
+          model: what is trained.
+          optimizer: any optax transform, used as it is; a name, or None, takes the optimizer that the settings
+            describe.
+          strategy: or its text; `auto`, the default, takes the fastest for these devices.
+          data: rows of training, an object with `rows(step, rows)`; or the text that names a corpus.
+          validation: rows of validation, if `data` is an object.
+          vocab_size: ids that the model knows; a corpus needs it.
+          learning_rate: the highest one, a setting; with an optimizer of your own its schedule, for the metrics.
+          hooks: called after the checkpoint and the validation of their step.
+          default_hooks: in place of `hooks.defaults()`; called before them.
+          layout: the devices, of `amsp_jax.runtime.launch.setup`; None finds them.
+          config: all settings at once, in place of the arguments that are settings.
+          notes: lines to print with the plan.
+          settings: any other field of `TrainConfig`.
+
+        Raises:
+          UserError: a value of the wrong type or out of range, an unknown setting, or one that has no effect.
+        """
+        if not isinstance(model, Model):
+            raise UserError(
+                f"model={model!r} is {type(model).__name__}; give a Model, as amsp_jax.Model.from_loss or "
+                "amsp_jax.build_model('llama-tiny') make it"
+            )
+        self._model, self._layout, self._notes = model, layout, tuple(notes)
+        self._optimizer = None if isinstance(optimizer, str) else optimizer
+        self._schedule = learning_rate if callable(learning_rate) else None
+        self._source = None if isinstance(data, str) else data
+        self._validation = validation
+        self._vocab_size = vocab_size
+        self._default_hooks, self._hooks = default_hooks, tuple(hooks)
+        given: dict[str, Any] = {
+            "strategy": None if strategy is None else str(strategy),
+            "optimizer": optimizer if isinstance(optimizer, str) else None,
+            "data": data if isinstance(data, str) else None,
+            "learning_rate": None if callable(learning_rate) else learning_rate,
+        }
+        settings |= {name: value for name, value in given.items() if value is not None}
+        self.config = self._config_of(settings) if config is None else self._whole(config, settings)
+
+    def fit(self) -> Run:
+        """Trains until `steps` or `stop_after`; goes on with the run that `run_dir` holds.
+
+        SIGTERM, SIGINT and SIGUSR1 stop the run in order, if this is the main thread.
+
+        Raises:
+          UserError: anything that cannot work, before a file is written.
+          HookError: a hook raised; what was trained is saved.
+          Stopped: a signal asked for it; what was trained is saved.
+          BadNumbersError: the numbers went bad beyond what the settings allow.
+        """
+        output.print_any_text()
+        with _signals_caught():
+            start = self._prepare()
+            return _ended_before(start) if start.first >= start.last else _trained(start)
+
+    def check(self) -> None:
+        """Checks all that `fit` would check before it compiles, prints the plan, and writes nothing.
+
+        Raises:
+          UserError: as `fit`.
+        """
+        with _signals_caught():
+            start = self._prepare(shows_layout=True)
+            if start.first >= start.last:
+                _ended_before(start)
+                return
+            steps = f"steps {start.first + 1} to {start.last}"
+            say(f"dry run: it would train {steps} in {start.folder.path}; nothing is written")
+
+    def _config_of(self, settings: dict[str, Any]) -> TrainConfig:
+        unknown = [name for name in settings if name not in FIELDS]
+        if unknown:
+            raise UserError(f"{unknown[0]}={settings[unknown[0]]!r} is no setting{did_you_mean(unknown[0], FIELDS)}")
+        if "model" in settings:
+            raise UserError(f"model={settings['model']!r}: the model is the first argument")
+        if self._optimizer is not None:
+            idle = [name for name in settings if name in _OF_NAMED_OPTIMIZERS]
+            if idle:
+                raise UserError(
+                    f"{idle[0]}={settings[idle[0]]!r} has no effect with an optimizer of your own; set it in there, or "
+                    "give the optimizer's name"
+                )
+            settings["optimizer"] = _OWN_OPTIMIZER
+        elif self._schedule is not None:
+            raise UserError("learning_rate is a function; it needs an optimizer of your own, or choose lr_schedule=")
+        if self._source is not None:
+            settings["data"] = source_name(self._source)
+        elif self._vocab_size is None:
+            raise UserError(
+                f"data={settings.get('data', 'stdlib')!r} names a corpus, which is read for the ids that the model "
+                "knows: give vocab_size, the number of its ids"
+            )
+        return TrainConfig(**settings, model=self._model.name)
+
+    def _whole(self, config: TrainConfig, settings: Mapping[str, Any]) -> TrainConfig:
+        for name, value in settings.items():
+            raise UserError(f"{name}={value!r} beside config: a setting is given once; put it into the config")
+        return config if self._source is None else dataclasses.replace(config, data=source_name(self._source))
+
+    def _prepare(self, shows_layout: bool = False) -> _Start:
+        """All that can be wrong before a file is written; nothing is compiled."""
+        config, watch = self.config, own_watch()
+        if not config.is_auto:
+            parse(config.strategy)
+        layout = self._layout or _find_devices(config)
+        watch.doing("choosing the strategy")
+        resolved = resolve(config, self._model, layout, self._optimizer, self._schedule)
+        chosen = auto.choose(resolved) if config.is_auto else None
+        if chosen:
+            resolved = resolved.with_strategy(chosen.strategy)
+        watch.doing("preparing the data")
+        folder = _find_folder(resolved.config)
+        job = prepare(resolved, self._vocab_size or _ANY_VOCABULARY, self._source, self._validation)
+        notes = [*(chosen.lines if chosen else ()), *self._notes, *layout.notes, *job.notes]
+        about = str(job.plan), job.datasets.description, job.batch_line, *notes
+        say(*([str(layout)] if shows_layout else []), *about)
+        require_same_data(folder, job)
+        before = own_checkpoint(folder, job)
+        if folder.is_same_run and not before:
+            say(f"{folder.path} has no complete checkpoint: starts from the beginning")
+        weights = foreign_checkpoint(config.init_from, job) if config.init_from and not before else None
+        defaults = hooks.defaults() if self._default_hooks is None else self._default_hooks
+        return _Start(
+            given=config,
+            job=job,
+            folder=folder,
+            before=before,
+            weights=weights,
+            chosen=chosen,
+            files=tuple(defaults),
+            hooks=self._hooks,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Start:
+    """A run that can begin: everything that `_trained` needs.
+
+    Attributes:
+      given: the settings as given, before a strategy was chosen.
+      before: the checkpoint to go on from.
+      weights: those that a fresh run starts with.
+      chosen: the planner's choice, if it had one.
+      files, hooks: called before and after the checkpoint of a step.
+    """
+
+    given: TrainConfig
+    job: Job
+    folder: RunFolder
+    before: Saved | None
+    weights: Saved | None
+    chosen: auto.Choice | None
+    files: tuple[Hook, ...]
+    hooks: tuple[Hook, ...]
+
+    @property
+    def first(self) -> int:
+        """Steps that are done."""
+        return self.before.step if self.before else 0
+
+    @property
+    def last(self) -> int:
+        """The step to train up to."""
+        return self.given.stop_after or self.given.steps
+
+
+@contextlib.contextmanager
+def _signals_caught() -> Iterator[None]:
+    """Signals stop the run in order; Python lets the main thread alone catch them."""
+    is_main = threading.current_thread() is threading.main_thread()
+    with own_watch().catch_signals() if is_main else contextlib.nullcontext():
+        yield
+
+
+_found: list[tuple[tuple[int | None, ...], Layout]] = []
+"""The devices of this process once a Trainer has found them, and the settings that it had: they are set up once."""
+
+
+def _find_devices(config: TrainConfig) -> Layout:
+    """The devices that these settings ask for; on the CPU, without settings, as many as jax has or was told to make.
 
     Raises:
-      UserError: anything that cannot work, before a file is written.
-      Stopped: a signal asked for it; what was trained is saved.
-      BadNumbersError: the numbers went bad beyond what the settings allow.
+      UserError: as `launch.setup`.
     """
-    watch = own_watch()
-    watch.doing("preparing the data")
-    folder = _find_folder(config)
-    job = prepare(config, model, vocab_size, layout, data, validation)
-    about = str(job.plan), job.datasets.description, job.batch_line, *notes, *job.notes
-    say(*([str(layout)] if is_dry_run else []), *about)
-    before = own_checkpoint(folder, job)
-    first, last = before.step if before else 0, config.stop_after or config.steps
-    if first >= last:
-        say(f"{folder.path} is at step {first} already: nothing to do; raise {_last_name(config)}={last} to train on")
-        return folder.path
-    if folder.is_same_run and not before:
-        say(f"{folder.path} has no complete checkpoint: starts from the beginning")
-    weights = foreign_checkpoint(config.init_from, job) if config.init_from and not before else None
-    if is_dry_run:
-        say(f"dry run: it would train steps {first + 1} to {last} in {folder.path}; nothing is written")
-        return folder.path
-    watch.nothing_to_save(f"the last checkpoint is {before}" if before else "there is no checkpoint yet")
+    asked = (config.simulated_nodes, config.simulated_devices_per_node, config.devices_per_node)
+    if _found and _found[0][0] == asked:
+        return _found[0][1]
+    is_running, per_node = xla_bridge.backends_are_initialized(), config.simulated_devices_per_node
+    if per_node is None and not (is_running and jax.default_backend() != "cpu"):
+        asked_for: Any = jax.config
+        num_local = jax.local_device_count() if is_running else asked_for.jax_num_cpu_devices
+        per_node = max(num_local // (config.simulated_nodes or 1), 1) if num_local > 1 else None
+    layout = launch.setup(
+        simulated_nodes=config.simulated_nodes,
+        simulated_devices_per_node=per_node,
+        devices_per_node=config.devices_per_node,
+        same=config.settings(),
+    )
+    if is_running and layout.platform != "cpu":
+        note = "jax ran before the Trainer, so XLA's flags could not be set: communication may not overlap computation"
+        layout = dataclasses.replace(layout, notes=(*layout.notes, f"{note}; call fit before jax is used"))
+    _found[:] = [(asked, layout)]
+    return layout
 
+
+def _trained(start: _Start) -> Run:
+    job, watch = start.job, own_watch()
+    watch.nothing_to_save(f"the last checkpoint is {start.before}" if start.before else "there is no checkpoint yet")
     watch.doing("compiling the step")
     step = compile_step(job)
     watch.doing("making the state")
-    state = proceed(job, before) if before else fresh(job, weights)
-    with _claimed(folder, job, files or {}) as folder:
-        if before:
-            before.set_damaged_aside()
-        state, done = _loop(job, step, state, first, last, folder)
-        if done < last:
-            raise Stopped(
-                f"stopped by {watch.stop_signal} at step {done} of {config.steps}, which is saved; "
-                f"the same command, with run_dir={folder.path}, goes on from there"
-            )
-        watch.nothing_to_save(f"all is saved at step {last}")
-        _finish(job, state, folder, last)
-        if closing:
-            from_process_0(lambda: say(*filter(None, [closing(folder.path, first)])))
-    return folder.path
+    state = proceed(job, start.before) if start.before else fresh(job, start.weights)
+    with _claimed(start) as folder:
+        if start.before:
+            start.before.set_damaged_aside()
+        run = Run(job, folder.path, start.first, state)
+        closing = [ClosingNotes(start.last), *([auto.Comparison(start.chosen)] if start.chosen else [])]
+        loop = Loop(run, step, start.last, files=[*start.files, *closing], hooks=start.hooks)
+        try:
+            loop.train(folder.checkpoints)
+            if run.started_step < start.last:
+                raise _stopped(run)
+            watch.nothing_to_save(f"all is saved at step {start.last}")
+        except BaseException as error:
+            loop.end(error)
+            raise
+        loop.end(None)
+    return run
+
+
+def _stopped(run: Run) -> Exception:
+    """Why the run ended before its last step, all being saved."""
+    why, saved = own_watch().stop_signal, f"step {run.started_step} of {run.config.steps}, which is saved"
+    again = f"the same command, with run_dir={run.run_dir}, goes on from there"
+    if why is not None and why.startswith("hook "):
+        return HookError(f"{why} failed; this process stopped at {saved}; {again}")
+    return Stopped(f"stopped by {why} at {saved}; {again}")
+
+
+def _ended_before(start: _Start) -> Run:
+    """A run that has nothing left to do; its state is read when it is asked for."""
+    assert start.before is not None
+    what = "stop_after" if start.given.stop_after else "steps"
+    path = start.folder.path
+    say(f"{path} is at step {start.first} already: nothing to do; raise {what}={start.last} to train on")
+    return Run(start.job, path, start.first, start.before.read)
 
 
 def _find_folder(config: TrainConfig) -> RunFolder:
     """Process 0's choice, as a folder may change between two looks."""
 
-    def find() -> tuple[str, bool, bool]:
+    def find() -> dict[str, Any]:
         found = find_run_folder(config)
-        return str(found.path), found.is_same_run, found.is_numbered
+        return {**dataclasses.asdict(found), "path": str(found.path)}
 
-    path, is_same_run, is_numbered = from_process_0(find)
-    return RunFolder(Path(path), is_same_run, is_numbered)
-
-
-def _last_name(config: TrainConfig) -> str:
-    return "stop_after" if config.stop_after else "steps"
+    found = from_process_0(find)
+    return RunFolder(**{**found, "path": Path(found["path"])})
 
 
 @contextlib.contextmanager
-def _claimed(folder: RunFolder, job: Job, files: Mapping[str, str]) -> Iterator[RunFolder]:
+def _claimed(start: _Start) -> Iterator[RunFolder]:
     """The folder as process 0 made it, with its first files, held against other commands."""
+    job = start.job
+    options = compiler_options(job.plan, job.settings, job.layout)
+    # Every process asks: some of the answers come from all of them.
+    environment = {**launch.environment(), "compiler_options": options}
     with contextlib.ExitStack() as stack:
 
         def claim() -> str:
-            mine = stack.enter_context(folder.claimed(job.config))
-            for name, text in {**files, **_files_of(job)}.items():
+            mine = stack.enter_context(start.folder.claimed(job.config, job.datasets.fingerprint))
+            for name, text in _files_of(start, environment).items():
                 mine.write(name, text)
-            if job.datasets.tokenizer is not None:
-                mine.write(TOKENIZER_FILE, job.datasets.tokenizer.to_json())
             return str(mine.path)
 
-        yield dataclasses.replace(folder, path=Path(from_process_0(claim)))
+        yield dataclasses.replace(start.folder, path=Path(from_process_0(claim)))
 
 
-def _files_of(job: Job) -> dict[str, str]:
-    corrupt = job.datasets.corrupt
-    listed = {"corrupt_records.txt": "\n".join(corrupt) + "\n"} if corrupt else {}
-    return {"plan.txt": f"{job.plan}\n", **listed}
-
-
-def _loop(
-    job: Job, step: TrainStep, state: TrainState, first: int, last: int, folder: RunFolder
-) -> tuple[TrainState, int]:
-    """Steps `first + 1` to `last`, with their validations and checkpoints; the state and the step that were reached."""
-    config = job.config
-    with contextlib.ExitStack() as stack:
-        checkpointer = Checkpointer(folder.checkpoints, config.keep_checkpoints, config.keep_every or None)
-        stack.enter_context(_closed_by_all(checkpointer))
-        reporter = Reporter(
-            folder.path,
-            first,
-            batch=job.batch,
-            learning_rates=job.learning_rates,
-            numbers=job.model.numbers,
-            peak_flops=job.layout.cluster().peak_flops,
-            max_skipped=config.max_skipped if config.on_nonfinite == "skip" else 0,
-        )
-        stack.enter_context(contextlib.closing(reporter))
-        running = _Running(job, step, state, first, last, checkpointer, reporter)
-        if from_process_0(lambda: _lacks_validation(config, folder, first)):
-            running.validate()
-        batches = stack.enter_context(Prefetcher(lambda i: job.load_batch(job.datasets.train, i), first, last))
-        own_watch().can_save()
-        reporter.start_clock()
-        try:
-            while running.number < last and not own_watch().stops_here():
-                running.advance(batches)
-            reporter.flush()
-        except NonFiniteError as error:
-            raise BadNumbersError(
-                f"{error}; {running.non_finite_leaves(error.step)}. {_ADVICE[config.on_nonfinite]}"
-            ) from None
-        if running.number > first:
-            running.save()
-        own_watch().doing(f"writing the checkpoint of step {running.number}", _SAVE_LIMIT_S)
-    return running.state, running.number
-
-
-@contextlib.contextmanager
-def _closed_by_all(checkpointer: Checkpointer) -> Iterator[None]:
-    """Waits for the saves at the end, unless one process alone fails: the others would never come to finish one."""
-    try:
-        yield
-    except Exception as error:
-        if jax.process_count() == 1 or isinstance(error, BadNumbersError):
-            checkpointer.close()
-        raise
-    checkpointer.close()
-
-
-def _lacks_validation(config: TrainConfig, folder: RunFolder, first: int) -> bool:
-    """Whether the validation of the first step's parameters is yet to do: a stop may have ended it."""
-    if first == 0 or not _is_due(first, config.eval_every):
-        return first == 0
-    path = folder.path / VALIDATION_FILE
-    return not path.exists() or all(row["step"] != first for row in read_rows(path))
-
-
-def _is_due(number: int, every: int) -> bool:
-    return every > 0 and number % every == 0
-
-
-class _Running:
-    """The state between two steps, and what is done with it there."""
-
-    def __init__(
-        self,
-        job: Job,
-        step: TrainStep,
-        state: TrainState,
-        number: int,
-        last: int,
-        checkpointer: Checkpointer,
-        reporter: Reporter,
-    ) -> None:
-        self.state, self.number, self._last = state, number, last
-        self._job, self._step, self._checkpointer, self._reporter = job, step, checkpointer, reporter
-        self._is_first = True
-        self._validate = _make_validation(job, reporter)
-        self._compare = make_replica_check(job.plan, job.optimizer)
-
-    def advance(self, batches: Prefetcher[dict[str, jax.Array]]) -> None:
-        """One step, and what is due after it."""
-        config = self._job.config
-        self.number += 1
-        # One whose data do not come is then a step behind the others.
-        batch = next(batches)
-        own_watch().step(self.number, config.hang_timeout_s)
-        self.state, metrics = self._step(self.state, batch)
-        if self._is_first:
-            # Before the next batch is asked for: see Prefetcher.
-            jax.block_until_ready(metrics)
-            self._is_first = False
-        self._reporter.dispatched(self.number, metrics)
-        self._checkpointer.raise_failed()
-        due = [
-            do
-            for do, is_due in (
-                (self.compare, _is_due(self.number, config.check_replicas_every)),
-                (self.save, _is_due(self.number, config.checkpoint_every) or self.number == self._last),
-                (self.validate, _is_due(self.number, config.eval_every) or self.number == config.steps),
-            )
-            if is_due
-        ]
-        if due:
-            self._reporter.flush()
-            batches.settle(_SETTLE_S)
-            for do in due:
-                do()
-            self._reporter.start_clock()
-
-    def validate(self) -> None:
-        """Reports the validation loss. A stop cuts it short, to be made up for, but not that of the last step."""
-        self._validate(self.number, self.state.params, self.number < self._job.config.steps)
-
-    def save(self) -> None:
-        """Begins a checkpoint; a step that has one is left alone."""
-        own_watch().doing(f"saving step {self.number}", _SAVE_LIMIT_S)
-        own = state_after(self._job.datasets, self.number)
-        self._checkpointer.save(self.number, self.state, meta_of(self._job), own)
-
-    def compare(self) -> None:
-        """Raises where replicas differ."""
-        own_watch().doing("comparing replicas", _VALIDATION_LIMIT_S)
-        differences = self._compare(self.state)
-        if differences:
-            shown = "; ".join(
-                [*map(str, differences[:_NUM_SHOWN]), *(["..."] if len(differences) > _NUM_SHOWN else [])]
-            )
-            raise BadNumbersError(
-                f"step {self.number}: replicas are no longer equal in {len(differences)} places: {shown}. A device or "
-                "its memory may be at fault: leave it out, and go on from the last checkpoint before this step."
-            )
-
-    def non_finite_leaves(self, step: int) -> NonFinite:
-        """What is not finite in the batch of a step that was just passed over."""
-        own_watch().doing("looking for what is not finite", _VALIDATION_LIMIT_S)
-        job = self._job
-        find = make_find_nonfinite(job.plan, job.settings)
-        return find(
-            self.state.params, job.load_batch(job.datasets.train, step - 1), self.state.seed, np.int32(step - 1)
-        )
-
-
-def _make_validation(job: Job, reporter: Reporter) -> Callable[[int, Params, bool], None]:
-    """`validate(step, params, may_stop)`: the mean loss over the validation set's tokens, or of `eval_batches` of it.
-
-    Where it may, a stop ends it early, without a row.
-    """
-    dataset = job.datasets.validation
-    num_batches = -(-dataset.num_rows // dataset.global_batch)
-    if job.config.eval_batches is not None:
-        num_batches = min(num_batches, job.config.eval_batches)
-    evaluate = make_eval_step(job.plan, job.settings)
-
-    def validate(step: int, params: Params, may_stop: bool) -> None:
-        if not num_batches:
-            return
-        loss = weight = 0.0
-        with Prefetcher(lambda i: job.load_batch(dataset, i), 0, num_batches) as batches:
-            for number, batch in enumerate(batches, start=1):
-                own_watch().doing(f"validating, batch {number} of {num_batches}", _VALIDATION_LIMIT_S)
-                sums = evaluate(params, batch)
-                loss, weight = loss + float(sums.loss), weight + float(sums.weight)
-                if may_stop and own_watch().stops_here():
-                    return
-        reporter.validation(ValidationRow(step=step, loss=loss / max(weight, 1.0), num_tokens=round(weight)))
-
-    return validate
-
-
-def _finish(job: Job, state: TrainState, folder: RunFolder, last: int) -> None:
-    """What a person wants to see at the end."""
-    if last < job.config.steps:
-        say(
-            f"stopped and saved at step {last} of {job.config.steps}; "
-            f"the same command without stop_after={last}, with run_dir={folder.path}, goes on from there"
-        )
-    else:
-        from_process_0(lambda: _say_validation(folder))
-        _say_sample(job, state.params)
-    title = f"{folder.path.name}: {job.model.name}, {job.plan.strategy}"
-    from_process_0(lambda: say(f"run folder: {folder.path}", f"loss curve: {plot_losses(folder.path, title)}"))
-
-
-def _say_validation(folder: RunFolder) -> None:
-    rows = read_rows(folder.path / VALIDATION_FILE)
-    if rows:
-        say(f"validation loss: {rows[-1]['loss']:.4f}; before training it was {rows[0]['loss']:.4f}")
-
-
-def _say_sample(job: Job, params: Params) -> None:
-    """Continues the beginning of a validation window."""
-    tokenizer = job.datasets.tokenizer
-    if tokenizer is None or job.model.logits is None or not job.datasets.validation.num_rows:
-        return
-    prompt = job.datasets.validation.rows(0, np.array([0]))["tokens"][0, :_SAMPLE_PROMPT_TOKENS].tolist()
-    next_logits = make_next_logits(job.model, job.plan, job.settings, job.batch.seq_len)
-    drawn = generate(next_logits, params, prompt, Sampling(), tokenizer.end_of_document, tokenizer.vocab_size)
-    text = tokenizer.decode(list(islice(drawn, _SAMPLE_TOKENS)))
-    say("sample, the prompt before the bar:", f"{tokenizer.decode(prompt)}|{text}")
+def _files_of(start: _Start, environment: Mapping[str, Any]) -> dict[str, str]:
+    """Names and texts of the files that a run folder has from the start."""
+    job = start.job
+    files = {
+        CONFIG_FILE: start.given.to_gin(),
+        "environment.json": json.dumps(environment, indent=2) + "\n",
+        "plan.txt": f"{job.plan}\n",
+    }
+    if start.chosen:
+        files["prediction.json"] = start.chosen.to_json()
+    if job.datasets.corrupt:
+        files["corrupt_records.txt"] = "\n".join(job.datasets.corrupt) + "\n"
+    if job.datasets.tokenizer is not None:
+        files[TOKENIZER_FILE] = job.datasets.tokenizer.to_json()
+    return files

@@ -23,10 +23,10 @@ CHILD = """
 import os, signal, sys
 from amsp_jax.run import checkpoint
 from amsp_jax.runtime import launch
-from amsp_jax.run import trainer
+from amsp_jax.run import actions, loop, trainer
 
 names = {"start-up": (launch, "setup"), "data": (trainer, "prepare"), "compile": (trainer, "compile_step"),
-         "step": (trainer._Running, "advance"), "validation": (trainer._Running, "validate"),
+         "step": (loop.Loop, "_advance"), "validation": (actions.Validation, "validate"),
          "save": (checkpoint.Checkpointer, "save")}
 owner, name = names[sys.argv[1]]
 left, call = [int(sys.argv[2])], getattr(owner, name)

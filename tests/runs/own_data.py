@@ -4,17 +4,15 @@ python own_data.py RUN_DIR KIND STOP_AFTER [COORDINATOR PROCESS_ID]
 """
 
 import json
-import pathlib
 import sys
 
 import grain
 import numpy as np
 
 from amsp_jax.cli import settings as cli
-from amsp_jax.run import trainer
 from amsp_jax.run.config import TrainConfig
 from amsp_jax.run.data import from_iterator
-from amsp_jax.run.metrics import read_rows
+from amsp_jax.run.trainer import Trainer
 from amsp_jax.runtime import launch
 
 BATCH, SEQ, VOCAB, STEPS = 8, 8, 64, 6
@@ -76,10 +74,10 @@ def main(
     built = cli.build_model(config)
     make = {"mine": Mine, "grain": grain_iterator}[kind]
     data = from_iterator(make(int(process_id), count), fingerprint="own rows")
-    trainer.train(config, built.model, built.vocab_size, layout, data=data, validation=Validation())
-    rows = read_rows(pathlib.Path(run_dir) / "metrics.jsonl")
-    validations = read_rows(pathlib.Path(run_dir) / "validation.jsonl")
-    return {"loss": [row["loss"] for row in rows], "validation": [row["loss"] for row in validations]}
+    run = Trainer(
+        built.model, config=config, vocab_size=built.vocab_size, layout=layout, data=data, validation=Validation()
+    ).fit()
+    return {"loss": [row["loss"] for row in run.metrics], "validation": [row["loss"] for row in run.validations]}
 
 
 if __name__ == "__main__":

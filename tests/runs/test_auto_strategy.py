@@ -12,6 +12,7 @@ from amsp_jax.errors import UserError
 from amsp_jax.predict.cluster import Cluster, Link, Network, Rates, save_cluster
 from amsp_jax.run import auto
 from amsp_jax.run.metrics import read_rows
+from amsp_jax.run.resolved import resolve
 from amsp_jax.strategy import DataRanks, parse
 
 MICRO = [
@@ -66,12 +67,12 @@ def test_a_batch_that_does_not_divide_is_told_before_anything_is_measured(monkey
     monkeypatch.setattr(auto, "calibrated", None)
     settings = config("--gin.MICROBATCH=1", "--gin.MICROBATCH_GROUP=4")
     with pytest.raises(UserError, match="microbatch_group=4 does not divide the 2 microbatches"):
-        auto.choose(settings, cli.build_model(settings).model, FakeLayout())
+        auto.choose(resolve(settings, cli.build_model(settings).model, FakeLayout()))
 
 
 def test_the_choice_is_a_strategy_of_the_devices_with_its_prediction(cluster_file):
     settings = config(f"--gin.CLUSTER={cluster_file}")
-    choice = auto.choose(settings, cli.build_model(settings).model, FakeLayout())
+    choice = auto.choose(resolve(settings, cli.build_model(settings).model, FakeLayout()))
     parse(choice.strategy).resolve(DataRanks(4, 2))
     assert choice.prediction["strategy"] == choice.strategy and choice.prediction["step_s"] > 0
     assert json.loads(choice.to_json())["strategy"] == choice.strategy
@@ -80,14 +81,16 @@ def test_the_choice_is_a_strategy_of_the_devices_with_its_prediction(cluster_fil
 
 def test_one_device_has_nothing_to_choose():
     settings = config()
-    choice = auto.choose(settings, cli.build_model(settings).model, FakeLayout(num_nodes=1, devices_per_node=1))
+    choice = auto.choose(
+        resolve(settings, cli.build_model(settings).model, FakeLayout(num_nodes=1, devices_per_node=1))
+    )
     assert choice.strategy == "ddp" and choice.prediction is None and choice.comparison(Path("nowhere"), 0) == ""
 
 
 def test_a_file_of_other_devices_is_announced(tmp_path):
     save_cluster(cluster(device_kind="NVIDIA H100", num_nodes=16), tmp_path / "other.json")
     settings = config(f"--gin.CLUSTER={tmp_path / 'other.json'}")
-    choice = auto.choose(settings, cli.build_model(settings).model, FakeLayout())
+    choice = auto.choose(resolve(settings, cli.build_model(settings).model, FakeLayout()))
     told = "\n".join(choice.lines)
     assert "is of other devices" in told and "NVIDIA H100" in told and "16" in told
     parse(choice.strategy).resolve(DataRanks(4, 2))
@@ -96,7 +99,7 @@ def test_a_file_of_other_devices_is_announced(tmp_path):
 def test_a_file_that_is_not_there():
     settings = config("--gin.CLUSTER=nowhere.json")
     with pytest.raises(UserError, match="nowhere.json"):
-        auto.choose(settings, cli.build_model(settings).model, FakeLayout())
+        auto.choose(resolve(settings, cli.build_model(settings).model, FakeLayout()))
 
 
 def test_prediction_and_measurement_are_compared_after_the_warm_up(tmp_path):
@@ -128,4 +131,4 @@ def test_a_run_uses_the_choice_and_says_how_right_it_was(tmp_path, monkeypatch, 
 def test_a_preset_is_no_file_of_these_devices():
     settings = config("--gin.CLUSTER=h100")
     with pytest.raises(UserError, match="cluster=h100 is a preset"):
-        auto.choose(settings, cli.build_model(settings).model, FakeLayout())
+        auto.choose(resolve(settings, cli.build_model(settings).model, FakeLayout()))

@@ -82,7 +82,7 @@ def test_a_file_may_have_macros_of_its_own(tmp_path: Path) -> None:
 def test_a_saved_config_is_the_same_config(tmp_path: Path) -> None:
     line = cli.parse_command_line(["--gin.STEPS=123", "--gin.STRATEGY=params=replica grads=node opt_state=full"])
     config = cli.load_config(line.gin_files, line.bindings)
-    (tmp_path / "config.gin").write_text(cli.gin_text(config))
+    (tmp_path / "config.gin").write_text(config.to_gin())
     assert load(f"--gin_file={tmp_path / 'config.gin'}") == config
 
 

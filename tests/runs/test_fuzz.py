@@ -219,7 +219,7 @@ def of_command_lines(folder: Path) -> Case:
 
 def of_gin_files(folder: Path) -> Case:
     path = folder / "bad.gin"
-    contents = [cli.find_gin_file(cli.QUICKSTART).read_bytes(), cli.gin_text(TrainConfig()).encode()]
+    contents = [cli.find_gin_file(cli.QUICKSTART).read_bytes(), TrainConfig().to_gin().encode()]
     contents.append(
         b"STEPS = 3\nSEED = %STEPS\nMODEL_OVERRIDES = {'num_layers': 2}\ninclude 'configs/quickstart.gin'\n"
     )

@@ -59,7 +59,7 @@ def test_logits_of_a_sharded_model_are_those_of_the_whole() -> None:
     model = build_model("llama-tiny", sizes)
     plan = make_plan("mics(2)", model, ranks=DataRanks(4), devices=jax.devices()[:4], compute_dtype=jnp.float32)
     params = init_state(plan, optax.sgd(1.0), seed=0).params
-    next_logits = make_next_logits(model, plan, StepSettings(), seq_len=8)
+    next_logits = make_next_logits(plan, StepSettings(), seq_len=8)
 
     def whole(tokens: list[int]) -> np.ndarray:
         local = jax.tree.map(jnp.asarray, jax.device_get(params))

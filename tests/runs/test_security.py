@@ -122,7 +122,7 @@ def test_our_own_configs_are_harmless() -> None:
 
 def test_the_config_that_a_run_keeps_can_be_read_again() -> None:
     config = cli.load_config([cli.find_gin_file(cli.QUICKSTART)])
-    assert load(cli.gin_text(config)) == config
+    assert load(config.to_gin()) == config
 
 
 # Pickles

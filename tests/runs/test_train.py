@@ -20,7 +20,9 @@ import pytest
 import train
 from amsp_jax import __main__ as tools
 from amsp_jax.run import trainer
+from amsp_jax.run.hooks import Hook
 from amsp_jax.run.metrics import read_rows
+from amsp_jax.run.run import Run
 
 ROOT = Path(__file__).parents[2]
 MICRO = [
@@ -30,6 +32,21 @@ MICRO = [
     *("--gin.COMPUTE_DTYPE=float32", "--gin.EVAL_BATCHES=2", "--gin.LEARNING_RATE=0.01"),
 ]
 LOSS_IN_CHUNKS = f"{MICRO[1].removeprefix('--gin.').removesuffix('}')},'loss_chunks':4}}"
+
+
+class NoLoop:
+    """A loop that is at its last step at once."""
+
+    def __init__(self, run: Run, step: None, last: int, **hooks: Sequence[Hook]) -> None:
+        self._run, self._last = run, last
+
+    def train(self, directory: Path) -> None:
+        self._run.stepped(self._last, self._run.next_state)
+
+    def end(self, error: BaseException | None) -> None:
+        pass
+
+
 STRATEGY = "params=replica grads=node opt_state=full"
 
 
@@ -159,8 +176,7 @@ def test_other_steps_are_a_note(
 ) -> None:
     shutil.copytree(finished.path, "run")
     monkeypatch.setattr(trainer, "compile_step", lambda job: None)
-    monkeypatch.setattr(trainer, "_loop", lambda job, step, state, first, last, folder: (state, last))
-    monkeypatch.setattr(trainer, "_finish", lambda *args: None)
+    monkeypatch.setattr(trainer, "Loop", NoLoop)
     run(corpus, "run", "--gin.STEPS=12", strategy="zero1")
     out = capsys.readouterr().out
     assert "STEPS=10 before, STEPS=12 now: the learning rate follows the new schedule" in out
@@ -192,8 +208,7 @@ def test_other_rounding_is_a_note(
 ) -> None:
     shutil.copytree(finished.path, "run")
     monkeypatch.setattr(trainer, "compile_step", lambda job: None)
-    monkeypatch.setattr(trainer, "_loop", lambda job, step, state, first, last, folder: (state, last))
-    monkeypatch.setattr(trainer, "_finish", lambda *args: None)
+    monkeypatch.setattr(trainer, "Loop", NoLoop)
     run(corpus, "run", "--gin.STEPS=12", *(f"--gin.{flag}" for flag in flags))
     lines = [line for line in capsys.readouterr().out.splitlines() if "but for rounding" in line]
     assert lines == [f"{line}: the same run but for rounding" for line in told]
@@ -206,8 +221,7 @@ def test_a_run_whose_checkpoints_are_gone(
     for step in Path("run/checkpoints").iterdir():
         shutil.rmtree(step)
     monkeypatch.setattr(trainer, "compile_step", lambda job: None)
-    monkeypatch.setattr(trainer, "_loop", lambda job, step, state, first, last, folder: (state, last))
-    monkeypatch.setattr(trainer, "_finish", lambda *args: None)
+    monkeypatch.setattr(trainer, "Loop", NoLoop)
     run(corpus, "run")
     assert "run has no complete checkpoint: starts from the beginning" in capsys.readouterr().out
 
@@ -245,7 +259,7 @@ def test_groups_and_what_they_lose_beside_tensor_ranks_are_told(
     ("flags", "last", "message"),
     [
         (["--gin.ON_NONFINITE=stop"], 2, "ON_NONFINITE='skip' passes over such batches"),
-        (["--gin.ON_NONFINITE=skip", "--gin.MAX_SKIPPED=2"], 4, "more in a row than MAX_SKIPPED allows"),
+        (["--gin.ON_NONFINITE=skip", "--gin.MAX_SKIPPED=2"], 4, "more in a row than MAX_SKIPPED=2 allows"),
     ],
 )
 def test_numbers_that_went_bad_end_the_run(
@@ -274,17 +288,25 @@ def test_on_damaged_goes_back(corpus: Path, finished: Finished, capsys: pytest.C
     assert sorted(p.name for p in Path("run/checkpoints").iterdir()) == ["10", "10.damaged", "5"]
 
 
-def test_other_data_is_refused(corpus: Path, finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_go_by_their_content(
+    corpus: Path, finished: Finished, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A corpus that lies elsewhere, or whose path is spelled in another way, is the same; changed text is not."""
     shutil.copytree(finished.path, "run")
-    moved = Path("other")
-    shutil.copytree(corpus, moved)
+    shutil.copytree(corpus, "other")
+    monkeypatch.setattr(trainer, "compile_step", lambda job: None)
+    monkeypatch.setattr(trainer, "Loop", NoLoop)
     argv = [*MICRO, "--gin.RUN_DIR=run", f"--gin.STRATEGY={STRATEGY}", "--gin.STEPS=12"]
+    for path in ("other", "./other/", str(Path("other").absolute())):
+        assert train.main([*argv, f"--gin.DATA={path}"]) == 0
+    Path("other/0.txt").write_text("something else\n" * 300)
+    assert_mistake([*argv, "--gin.DATA=other"], ["DATA='other' is not what the run began with: another text"], capsys)
+    shutil.rmtree("run/checkpoints")
+    assert_mistake([*argv, "--gin.DATA=other"], ["DATA='other' is not what the run began with: another text"], capsys)
+    # A run of before records of content.
     record = json.loads(Path("run/run.json").read_text())
-    Path("run/run.json").write_text(json.dumps({**record, "data": "other"}))
-    (moved / "0.txt").write_text("something else\n" * 300)
-    assert train.main([*argv, "--gin.DATA=other"]) == 2
-    error = capsys.readouterr().err
-    assert "DATA='other' is not what the run began with: another text" in error
+    Path("run/run.json").write_text(json.dumps({**record, "data_fingerprint": {}}))
+    assert_mistake([*argv, "--gin.DATA=./other"], ["holds a different run", "DATA='./other' here"], capsys)
 
 
 def test_replicas_are_compared(corpus: Path, finished: Finished) -> None:
@@ -314,8 +336,7 @@ def test_init_from_takes_the_weights_alone(
 
 def test_fresh_runs_are_numbered(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "compile_step", lambda job: None)
-    monkeypatch.setattr(trainer, "_loop", lambda job, step, state, first, last, folder: (state, last))
-    monkeypatch.setattr(trainer, "_finish", lambda *args: None)
+    monkeypatch.setattr(trainer, "Loop", NoLoop)
     for name in ("0001", "0002"):
         assert train.main([*MICRO, f"--gin.DATA={corpus}", f"--gin.STRATEGY={STRATEGY}"]) == 0
         assert sorted(p.name for p in Path("runs").iterdir())[-1] == name
@@ -326,7 +347,7 @@ MISTAKES = {
     "not a divisor": (["STRATEGY=params=3x1 grads=3x1 opt_state=3x1"], ["3 does not divide 4", "Nearest"]),
     "unknown preset": (["STRATEGY=zreo3"], ["zreo3", "'zero3'"]),
     "unknown setting": (["STRATGY=zero3"], ["STRATGY", "did you mean STRATEGY?"]),
-    "wrong type": (["STEPS=ten"], ["STEPS='ten'", "--gin.STEPS=100"]),
+    "wrong type": (["STEPS=ten"], ["STEPS='ten'", "write STEPS=100"]),
     "batch": (["GLOBAL_BATCH=20"], ["GLOBAL_BATCH=20", "MICROBATCH=2 x 8", "16 or 32"]),
     "small batch": (["GLOBAL_BATCH=4"], ["GLOBAL_BATCH=4", "GLOBAL_BATCH=16 would do"]),
     "no data": (["DATA=nowhere"], ["nowhere", "does not exist"]),
@@ -374,11 +395,10 @@ def test_a_folder_with_a_different_run(corpus: Path, finished: Finished, capsys:
     before = {path: path.stat().st_mtime_ns for path in finished.path.rglob("*")}
     same = [*MICRO, f"--gin.DATA={corpus}", f"--gin.RUN_DIR={finished.path}", f"--gin.STRATEGY={STRATEGY}"]
     for flag, parts in {
-        "SEED=1": ["SEED 0 there, 1 here"],
-        "GLOBAL_BATCH=32": ["GLOBAL_BATCH 16 there, 32 here"],
-        "SEQ_LEN=8": ["SEQ_LEN 16 there, 8 here"],
-        "OPTIMIZER=sgd": ["OPTIMIZER 'adamw' there, 'sgd' here"],
-        "DATA=stdlib": ["DATA", "'stdlib' here"],
+        "SEED=1": ["SEED=0 there and SEED=1 here"],
+        "GLOBAL_BATCH=32": ["GLOBAL_BATCH=16 there and GLOBAL_BATCH=32 here"],
+        "SEQ_LEN=8": ["SEQ_LEN=16 there and SEQ_LEN=8 here"],
+        "OPTIMIZER=sgd": ["OPTIMIZER='adamw' there and OPTIMIZER='sgd' here"],
         "MODEL_OVERRIDES={'num_layers': 2}": ["MODEL_OVERRIDES", "{'num_layers': 2} here"],
     }.items():
         assert_mistake([*same, f"--gin.{flag}"], ["holds a different run", *parts], capsys)

@@ -8,7 +8,15 @@ import math
 import pytest
 
 from amsp_jax.errors import UserError
-from amsp_jax.run.metrics import MetricsWriter, ProgressLine, TrainRow, ValidationRow, read_rows
+from amsp_jax.run.metrics import (
+    EventWriter,
+    MetricsWriter,
+    ProgressLine,
+    TrainRow,
+    ValidationRow,
+    read_rows,
+    row_values,
+)
 from amsp_jax.run.plots import plot_losses
 
 
@@ -31,8 +39,8 @@ def row(step: int, loss: float = 1 / 3, **changes) -> TrainRow:
     return dataclasses.replace(base, **changes)
 
 
-def write(run_dir, resume_step, steps, **kwargs):
-    writer = MetricsWriter(run_dir, resume_step, **kwargs)
+def write(run_dir, resume_step, steps):
+    writer = MetricsWriter(run_dir, resume_step)
     for step in steps:
         writer.train(row(step, loss=step / 3))
     writer.validation(ValidationRow(step=max(steps), loss=2.5, num_tokens=77))
@@ -42,7 +50,7 @@ def write(run_dir, resume_step, steps, **kwargs):
 def test_one_object_a_step_with_unrounded_floats_and_nulls(tmp_path):
     write(tmp_path, None, [1, 2])
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [dataclasses.asdict(row(s, loss=s / 3)) for s in (1, 2)]
+    assert [json.loads(line) for line in lines] == [row_values(row(s, loss=s / 3)) for s in (1, 2)]
     assert '"grad_norm": 0.30000000000000004' in lines[0] and '"mfu": null' in lines[0]
     assert read_rows(tmp_path / "validation.jsonl") == [{"step": 2, "loss": 2.5, "num_tokens": 77}]
 
@@ -88,9 +96,38 @@ def test_a_torn_last_line_is_dropped_and_a_torn_middle_line_named(tmp_path):
         read_rows(path)
 
 
-def test_other_processes_write_nothing(tmp_path):
-    write(tmp_path, None, [1], enabled=False)
-    assert not list(tmp_path.iterdir())
+def test_a_full_disk_is_one_line_and_leaves_whole_rows(tmp_path, monkeypatch):
+    writer = MetricsWriter(tmp_path, None)
+    writer.train(row(1))
+
+    class Full:
+        """A file on a disk with room for ten more bytes."""
+
+        def __init__(self, file):
+            self._file, self._is_full = file, False
+
+        def write(self, data):
+            if self._is_full:
+                raise OSError(28, "No space left on device")
+            self._is_full = True
+            return self._file.write(data[:10])
+
+        def __getattr__(self, name):
+            return getattr(self._file, name)
+
+    monkeypatch.setitem(writer._files, "metrics.jsonl", Full(writer._files["metrics.jsonl"]))
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be written: No space left on device\. Make room"):
+        writer.train(row(2))
+    assert [r["step"] for r in read_rows(tmp_path / "metrics.jsonl")] == [1]
+    assert (tmp_path / "metrics.jsonl").read_bytes().endswith(b"}\n")
+
+
+def test_a_models_own_sums_are_a_column(tmp_path):
+    writer = MetricsWriter(tmp_path, None)
+    writer.train(row(1, aux={"experts": [1.0, math.inf], "right": 3.0}))
+    writer.close()
+    assert read_rows(tmp_path / "metrics.jsonl")[0]["aux"] == {"experts": [1.0, math.inf], "right": 3.0}
+    assert '"inf"' in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
@@ -98,22 +135,31 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         MetricsWriter(tmp_path / "absent", None)
 
 
+def write_events(folder, last_step, steps):
+    events = EventWriter(folder, last_step)
+    for step in steps:
+        events.add("train", row(step, loss=step / 3, aux={"right": 2.0, "experts": [1.0, 2.0]}))
+    events.add("validation", ValidationRow(step=max(steps), loss=2.5, num_tokens=77))
+    events.close()
+
+
 def test_tensorboard_events_follow_a_resume(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    write(tmp_path, None, [1, 2, 3])
+    write_events(tmp_path / "tensorboard", 0, [1, 2, 3])
     (first,) = (tmp_path / "tensorboard").iterdir()
     # The name holds the second of its start, and both runs of this test may start in the same one.
     first.rename(first.with_name(first.name.replace("tfevents.1", "tfevents.0", 1)))
-    write(tmp_path, 1, [2])
+    write_events(tmp_path / "tensorboard", 1, [2])
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [
         (1, pytest.approx(1 / 3)),
         (2, pytest.approx(2 / 3)),
     ]
     assert [e.step for e in events.Scalars("validation/loss")] == [2]
-    assert "train/mfu" not in events.Tags()["scalars"]
+    tags = events.Tags()["scalars"]
+    assert "train/aux/right" in tags and "train/mfu" not in tags and "train/aux/experts" not in tags
 
 
 class Terminal(io.StringIO):

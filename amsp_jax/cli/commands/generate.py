@@ -14,9 +14,11 @@ from amsp_jax.run.checkpoint import Checkpointer
 from amsp_jax.run.config import TrainConfig
 from amsp_jax.run.data import Tokenizer
 from amsp_jax.run.generate import Sampling, generate, make_next_logits
-from amsp_jax.run.job import data_ranks, params_alone, step_settings
+from amsp_jax.run.job import params_alone
+from amsp_jax.run.resolved import step_settings
 from amsp_jax.run.run_folder import CHECKPOINTS, CONFIG_FILE, TOKENIZER_FILE
 from amsp_jax.runtime import launch
+from amsp_jax.strategy import DataRanks
 
 # Fits any number of devices, and needs the least memory on each.
 _STRATEGY = "zero3"
@@ -43,12 +45,12 @@ def run(args: argparse.Namespace) -> None:
     model = cli.build_model(config, layout.devices[0]).model
     if model.logits is None:
         raise UserError(f"model={config.model} gives no logits to draw from")
-    ranks, devices = data_ranks(layout), layout.devices
+    ranks, devices = DataRanks(layout.devices_per_node, layout.num_nodes), layout.devices
     plan = make_plan(_STRATEGY, model, ranks=ranks, devices=devices, compute_dtype=config.compute_dtype)
     with contextlib.closing(checkpointer):
         params = checkpointer.restore(step, *params_alone(plan))["params"]
 
-    next_logits = make_next_logits(model, plan, step_settings(config), config.seq_len)
+    next_logits = make_next_logits(plan, step_settings(config), config.seq_len)
     drawn = generate(next_logits, params, prompt, sampling, tokenizer.end_of_document, tokenizer.vocab_size)
     print(tokenizer.decode([*prompt, *islice(drawn, args.max_tokens)]))
 

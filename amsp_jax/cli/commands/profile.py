@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import sys
@@ -20,6 +19,7 @@ from amsp_jax.cli.profiling.capture import NUM_WARMUP
 from amsp_jax.errors import UserError
 from amsp_jax.run import auto
 from amsp_jax.run.job import Job, prepare
+from amsp_jax.run.resolved import resolve
 from amsp_jax.runtime import launch
 from amsp_jax.strategy import parse
 
@@ -94,10 +94,9 @@ def _job(args: argparse.Namespace) -> tuple[Job, list[str]]:
     _made(args.out)
     layout = cli.set_up(args, config, same={**config.settings(), "--steps": str(args.steps)})
     built = cli.build_model(config, layout.devices[0])
-    chosen = auto.choose(config, built.model, layout) if config.is_auto else None
-    if chosen:
-        config = dataclasses.replace(config, strategy=chosen.strategy, cluster=None)
-    job = prepare(config, built.model, built.vocab_size, layout)
+    resolved = resolve(config, built.model, layout)
+    chosen = auto.choose(resolved) if config.is_auto else None
+    job = prepare(resolved.with_strategy(chosen.strategy) if chosen else resolved, built.vocab_size)
     return job, [*(chosen.lines if chosen else ()), built.attention, *layout.notes]
 
 

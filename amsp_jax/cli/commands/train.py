@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Sequence
 
 from amsp_jax.cli import settings as cli
-from amsp_jax.run import auto, trainer
-from amsp_jax.run.job import compiler_options
+from amsp_jax.run.trainer import Trainer
 from amsp_jax.runtime import launch
 from amsp_jax.strategy import parse
 
@@ -37,24 +34,8 @@ def _run(line: cli.CommandLine) -> None:
     # Devices, in order; from here on jax runs.
     layout = cli.set_up(line, config, same=config.settings())
     built = cli.build_model(config, layout.devices[0])
-    launch.own_watch().doing("choosing the strategy")
-    chosen = auto.choose(config, built.model, layout) if config.is_auto else None
-    given = config
-    if chosen:
-        config = dataclasses.replace(config, strategy=chosen.strategy, cluster=None)
-    environment = {**launch.environment(), "compiler_options": compiler_options(config, built.model, layout)}
-
-    trainer.train(
-        config,
-        built.model,
-        built.vocab_size,
-        layout,
-        notes=(*(chosen.lines if chosen else ()), built.attention, *layout.notes),
-        closing=chosen.comparison if chosen else None,
-        is_dry_run=line.is_dry_run,
-        files={
-            "config.gin": cli.gin_text(given),
-            "environment.json": json.dumps(environment, indent=2) + "\n",
-            **({"prediction.json": chosen.to_json()} if chosen else {}),
-        },
-    )
+    trainer = Trainer(built.model, vocab_size=built.vocab_size, config=config, layout=layout, notes=[built.attention])
+    if line.is_dry_run:
+        trainer.check()
+    else:
+        trainer.fit()

@@ -26,7 +26,7 @@ from amsp_jax.errors import UserError
 from amsp_jax.predict.cluster import Cluster
 from amsp_jax.predict.planner import Workload
 from amsp_jax.run.config import TrainConfig
-from amsp_jax.run.job import optimizer_of
+from amsp_jax.run.resolved import optimizer_of
 from amsp_jax.runtime import exit_codes
 from amsp_jax.runtime.launch.accelerator import count_gpus, find_platform
 

@@ -281,6 +281,10 @@ class Checkpointer:
             with self._writing():
                 self._manager.check_for_errors()
 
+    def is_saving(self) -> bool:
+        """Whether a save in the background of this process is not complete yet; does not wait for it."""
+        return self._manager is not None and self._manager.is_saving_in_progress()
+
     def wait(self) -> None:
         """Returns when every save is complete on disk; raises `UserError` if one failed."""
         if self._manager is not None:

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
@@ -67,9 +67,10 @@ def global_batch(
 class Prefetcher(Generic[T]):
     """Iterates over `make(start), ..., make(stop - 1)`, made in one background thread two steps ahead.
 
-    It looks ahead from the second `next` on, so that what is done with the first item has the devices to itself: where
-    a program runs for the first time cuDNN captures CUDA graphs, and transfers of another thread can break that. Runs
-    on one H200 (jax 0.11.2) ended in their first step with CUDA errors or a segmentation fault.
+    It looks ahead from the second `next` on, and `used_by` waits for what is computed from the first item, so that this
+    has the devices to itself: where a program runs for the first time cuDNN captures CUDA graphs, and transfers of
+    another thread can break that. Runs on one H200 (jax 0.11.2) ended in their first step with CUDA errors or a
+    segmentation fault.
 
     What `make` raises is raised by the `next` of that step. Leaving the context, or `close`, drops what was
     not asked for; it waits for the one `make` that is running and for nothing else.
@@ -85,7 +86,7 @@ class Prefetcher(Generic[T]):
         self._steps = iter(range(start, stop))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
         self._ahead: collections.deque[Future[T]] = collections.deque()
-        self._num_wanted = 1
+        self._num_wanted, self._is_used = 1, False
         self._submit()
 
     def _submit(self) -> None:
@@ -101,6 +102,12 @@ class Prefetcher(Generic[T]):
             raise StopIteration
         self._num_wanted = 1 + _AHEAD
         return self._ahead.popleft().result()
+
+    def used_by(self, outputs: Any) -> None:
+        """Takes arrays that are computed from the newest item; waits for them if it is the first."""
+        if not self._is_used:
+            jax.block_until_ready(outputs)
+        self._is_used = True
 
     def settle(self, timeout_s: float) -> None:
         """Waits until nothing is being made, so that a program can run for the first time."""

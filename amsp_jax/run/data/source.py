@@ -271,21 +271,21 @@ def open_sources(
     """
     _require_source("data", train)
     sizes = {"global_batch": global_batch, "seq_len": seq_len, "vocab_size": vocab_size}
-    train_set = SourceDataset(source=train, name=f"data={_name(train)}", **sizes)
+    train_set = SourceDataset(source=train, name=f"data={source_name(train)}", **sizes)
     if train_set.num_rows < steps * global_batch:
         raise UserError(
             f"{train_set.name} has num_rows={train_set.num_rows:,}, and steps={steps:,} of global_batch={global_batch} "
             f"need {steps * global_batch:,}. Give fewer steps, or a source that repeats its rows and has no num_rows."
         )
-    lines = [f"data: {_name(train)}, from Python"]
+    lines = [f"data: {source_name(train)}, from Python"]
     if validation is None:
         validation_set = dataclasses.replace(train_set, source=_Nothing(), name="no validation")
         lines.append("validation: none, no source was given for it")
     else:
         _require_source("validation", validation)
-        validation_set = dataclasses.replace(train_set, source=validation, name=f"validation={_name(validation)}")
+        validation_set = dataclasses.replace(train_set, source=validation, name=f"validation={source_name(validation)}")
         _require_validation(validation_set, eval_batches)
-        lines.append(f"validation: {_name(validation)}, from Python")
+        lines.append(f"validation: {source_name(validation)}, from Python")
     return Datasets(
         train=train_set,
         validation=validation_set,
@@ -325,7 +325,8 @@ class _Nothing:
         raise AssertionError("there are no rows")
 
 
-def _name(source: Source) -> str:
+def source_name(source: Source) -> str:
+    """The name of a source in messages and in the record of a run."""
     return f"from_iterator({source.name})" if isinstance(source, IteratorSource) else type(source).__name__
 
 

@@ -43,7 +43,8 @@ class Watch:
     """The watch; `own_watch` gives this process's. A lone process has the same interface, and no sockets.
 
     Attributes:
-      stop_signal: the name of the signal that asked some process of the run to stop; None while none has.
+      stop_signal: the name of the signal that asked some process of the run to stop, or the text of `ask_to_stop`;
+        None while none has.
       has_stopped: `stops_here` has been True.
     """
 
@@ -108,6 +109,10 @@ class Watch:
             self._agreed.wait()
         self.has_stopped = self._stop_at is not None and number >= self._stop_at
         return self.has_stopped
+
+    def ask_to_stop(self, why: str) -> None:
+        """Stops a run of several processes as a signal would; `why` takes the place of the signal's name."""
+        self._call(lambda: self._ask(why))
 
     @contextlib.contextmanager
     def catch_signals(self) -> Iterator[None]:
@@ -242,10 +247,13 @@ class Watch:
             self._is_leaving = True
             self._side.post({"kind": "bye", "code": INTERRUPTED, "words": ""})
             self._exit({"code": INTERRUPTED, "line": "interrupted twice: ended without saving"})
+        self._ask(number.name)
+
+    def _ask(self, why: str) -> None:
         # SLURM repeats itself.
         if not self._is_asked:
             self._is_asked = True
-            self._side.post({"kind": "signal", "signal": number.name})
+            self._side.post({"kind": "signal", "signal": why})
 
     def _deliver(self, message: Message) -> None:
         match message["kind"]:
