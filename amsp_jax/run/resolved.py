@@ -11,7 +11,6 @@ import numpy as np
 import optax
 
 from amsp_jax.compile import xla_flags
-from amsp_jax.engine.blocks import Remat
 from amsp_jax.engine.context import check_sequence
 from amsp_jax.engine.learning_rate import LearningRate, make_learning_rate
 from amsp_jax.engine.microbatch_groups import check_group
@@ -19,6 +18,7 @@ from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.engine.pipeline.schedule import PipelineSchedule, assign_blocks
 from amsp_jax.engine.plan import Plan, make_plan
+from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.model import Model
 from amsp_jax.run.checks import BatchShape, batch_shape
