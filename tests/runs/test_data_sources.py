@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from amsp_jax import UserError
-from amsp_jax.run.data import Prefetcher, from_iterator, global_batch, open_sources
+from amsp_jax.run.data import Prefetcher, from_iterator, from_map, global_batch, open_sources
 from amsp_jax.run.data.iterator_state import decode, encode
 from amsp_jax.run.data.source import resume, state_after
 
@@ -125,6 +125,26 @@ def test_a_validation_source_that_ends_is_filled_up_with_rows_of_weight_0():
     weights = np.concatenate([dataset.rows(step, ALL_ROWS)["weights"] for step in range(3)])
     assert (weights[:11] == 1).all() and not weights[11:].any()
     np.testing.assert_array_equal(dataset.rows(1, ALL_ROWS)["tokens"][2], row(1, 2))
+
+
+def numbered(number):
+    return {"tokens": row(0, number), "targets": row(0, number), "weights": np.full(SEQ, number % 2)}
+
+
+def test_numbered_rows_need_no_state_and_end_where_they_end():
+    shuffled = grain.MapDataset.range(40).map(numbered).seed(3).shuffle()
+    datasets = open_sources(from_map(shuffled.repeat(2), fingerprint="40"), from_map(shuffled[:11]), **SIZES)
+    assert datasets.fingerprint == {"source": "40"} and "from_map(" in datasets.description
+    for step in (7, 0):
+        expected = shuffled.repeat(2)[step * BATCH + 5]
+        found = datasets.train.rows(step, np.array([5]))
+        assert all((found[name][0] == expected[name]).all() for name in expected)
+    weights = datasets.validation.rows(1, ALL_ROWS)["weights"]
+    assert datasets.validation.num_rows == 11 and not weights[3:].any()
+    with pytest.raises(UserError, match=r"from_map\(list\) has num_rows=3"):
+        open_sources(from_map([numbered(0)] * 3), None, **SIZES)
+    with pytest.raises(UserError, match=r"from_map\(generator\).*from_iterator"):
+        from_map(plain_iterator())
 
 
 GOOD = {"tokens": np.zeros((2, SEQ), int), "targets": np.zeros((2, SEQ), int)}
