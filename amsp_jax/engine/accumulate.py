@@ -62,6 +62,7 @@ class Microbatches:
 
     def peels(self) -> tuple[bool, bool]:
         """Whether the first and the last item are outside the loop."""
+        # Without collectives of once a step there is nothing to hide, and one program less to compile.
         once = bool(self.plan.axes.grad or self.plan.axes.opt or self.plan.axes.replica)
         return once and self.settings.peel_first, once and self.settings.peel_last
 
@@ -111,6 +112,7 @@ class Microbatches:
         keys = jax.vmap(lambda rows: row_keys(self.seed, self.step, rows))(rows)
         numbers = range(1, len(self.model.blocks) + 1)
         part_keys = [keys, *(jax.vmap(lambda k, i=i: block_keys(k, i))(keys) for i in numbers), keys]
+        # A counter of loops that XLA cannot follow: see `accumulate`.
         settings, leaves, zero = self.settings, self.plan.leaves, unknown_zero(self.step)
         group = Group(self.plan.compute_dtype, settings.reduction, settings.remat, is_first, is_last)
         sums, grads, shards = group_grads(self.model, leaves, group, shards, totals, batch, part_keys, zero)
@@ -128,6 +130,7 @@ class Microbatches:
             (sum_of_losses, weight), aux = apply_model(self.model, gather, self.settings.remat, states, batch, keys)
             return sum_of_losses, (weight, aux)
 
+        # Sinks are never read; they are there because a cotangent needs an argument of its shape and dtype.
         sinks = tree_map(lambda leaf: _sink(leaf, gather.is_last), plan.leaves)
         (sum_of_losses, (weight, aux)), gradient = jax.value_and_grad(loss, has_aux=True)(sinks)
         return LossSums.of(((sum_of_losses, weight), aux)), gradient

@@ -43,6 +43,7 @@ def reduction_window(leaves: Sequence[LeafPlans], is_last: bool = False) -> int 
     if not trained:
         return None
     has_params, has_grads = any(leaf.param_axes for leaf in plans), any(leaf.grad_axes for leaf in trained)
+    # More collectives share the network in the last microbatch.
     if is_last and any(leaf.opt_axes or leaf.replica_axes for leaf in trained):
         return 6 if has_params or has_grads else 3
     if has_params:
@@ -106,6 +107,7 @@ def _run_loop(
     leaves = [state.leaves for state in states]
     window = reduction_window(leaves, gather.is_last)
     num_free = num_untied(leaves, window)
+    # Two kinds of program: leading blocks are free to delay their weight gradients, the others are tied.
     applies: list[Apply] = []
     for ties, some in ((False, slice(num_free)), (True, slice(num_free, None))):
         applies += shared(functools.partial(_gathered_block, gather, remat, ties), blocks[some], leaves[some])
@@ -120,6 +122,7 @@ def shared(make: Callable[..., Any], blocks: Sequence[Part], leaves: Sequence[Le
     kinds = []
     for part, tree in zip(blocks, leaves, strict=True):
         plans, structure = jax.tree.flatten(tree)
+        # Plans without names: blocks that are stored and communicated alike are one program.
         kinds.append((id(part.apply), structure, *(leaf.kind for leaf in plans)))
         if kinds[-1] not in functions:
             functions[kinds[-1]] = jax.jit(make(part, tree))

@@ -70,6 +70,7 @@ class Reduction:
         """Whether reductions between nodes take a form of their own."""
         return self.inter_node_dtype.itemsize < self.dtype.itemsize
 
+    # A reduce-scatter in the narrower dtype would round every partial sum: its error grows with the nodes.
     def exchanges(self, axes: Axes) -> bool:
         """Whether a reduce-scatter over `axes`, one of `scatter_steps`, is an exchange of pieces."""
         return self.is_narrower_between_nodes and bool(axes) and all(level(axis) == "inter" for axis in axes)
@@ -194,6 +195,7 @@ def reduce(leaf: LeafPlan, grad: Grad, reduction: Reduction) -> GradShard:
     return GradShard(x.astype(jnp.float32))
 
 
+# The cost model counts these collectives, and a test holds them equal to the compiled program's.
 def reduction_steps(leaf: LeafPlan, reduction: Reduction) -> list[Axes]:
     """The axes of each collective that reduces the gradient of a microbatch."""
     return [step for axes in _scattered_axes(leaf, reduction) for step in scatter_steps(axes, reduction)]
@@ -205,6 +207,7 @@ def _scattered_axes(leaf: LeafPlan, reduction: Reduction) -> list[Axes]:
     One collective has half the launches; over two levels at once it would run at the speed of the slower one.
     """
     both = leaf.param_axes + leaf.grad_axes
+    # Where gradients are narrower between nodes, `scatter_steps` has a collective for each level anyway.
     if reduction.is_narrower_between_nodes or len({level(axis) for axis in both}) <= 1:
         return [both]
     return [leaf.param_axes, leaf.grad_axes]
@@ -256,6 +259,7 @@ def _exchange_and_add(leaf: LeafPlan, x: jax.Array, axes: Axes, reduction: Reduc
     assert leaf.dim is not None
     pieces = _split(leaf, x.astype(reduction.inter_node_dtype), axes)
     arrived = lax.all_to_all(pieces, axes, leaf.dim, leaf.dim, tiled=True)
+    # Widened before it is added up, so only what a node contributes has been rounded.
     return jnp.sum(arrived.astype(reduction.dtype), axis=leaf.dim)
 
 
@@ -273,5 +277,6 @@ def _in_order(leaf: LeafPlan, x: jax.Array, before: Axes, after: Axes) -> jax.Ar
     assert leaf.dim is not None
     sizes, dim = dict(leaf.axis_size), leaf.dim
     split = x.reshape(*x.shape[:dim], *(sizes[axis] for axis in before), -1, *x.shape[dim + 1 :])
+    # A copy, which XLA fuses with the cast that follows.
     order = [dim + before.index(axis) for axis in after]
     return split.transpose(*range(dim), *order, *range(dim + len(before), split.ndim)).reshape(x.shape)

@@ -94,6 +94,7 @@ def prepared(plan: Plan, batch: Batch) -> tuple[Batch, jax.Array]:
         raise UserError(
             f"a batch of {_listed(shapes)}: its arrays are [microbatches, rows, ...], with equal numbers of both"
         )
+    # Here and not in the model: from inside `shard_map` jax would report shapes of one device.
     num_ranks, num_context, num_tensor = plan.degrees.ranks.total, plan.parallel.context, plan.parallel.tensor
     if shape[1] % num_ranks:
         raise UserError(f"a batch of {_listed(shapes)}: its {shape[1]} rows must divide by the {num_ranks} data ranks")
@@ -115,6 +116,7 @@ def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 def row_keys(seed: Any, step: Any, rows: jax.Array) -> jax.Array:
     """One PRNG key per row of the global batch: a function of (seed, step, row), so the same on every mesh."""
+    # No key depends on a device or a microbatch, so dropout is the same however rows are dealt.
     key = jax.random.fold_in(jax.random.key(seed), step)
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
 

@@ -151,6 +151,7 @@ def group_grads(
     embed = group.whole(first.leaves, embed_shard)
     x = loop.each(lambda batch, keys: model.embed.apply(embed, batch, keys), batch, first.keys)
     before, x, runs = forward_blocks(model.blocks, group, blocks, x, batch, zero)
+    # Like a block's: the head's gather runs beside the last block.
     head_shard = group.param_shards(last.leaves, after(before, last.shards))
     params = group.whole(last.leaves, head_shard), embed if model.tied else None
     trained = last.leaves, first.leaves if model.tied else None
@@ -276,6 +277,7 @@ def _forward(group: Group, part: Part, leaves: LeafPlans) -> Callable[..., tuple
                 y = run_again(sinks, joined(floats), whole, batch, key)
                 return _floats(y)[0], y
 
+            # Sinks of whole gradients in float32, which the loop adds up over the group.
             _, vjp, y = jax.vjp(differentiable, _zeros(leaves, whole), floats, has_aux=True)
             saved, structure = jax.tree.flatten(vjp)
             # A residual that is the very same tracer as a parameter or an input is that array.
@@ -300,6 +302,7 @@ def _backward(group: Group, part: Part, leaves: LeafPlans) -> Callable[..., tupl
     def backward(
         zero: jax.Array, shards: Tree[ParamShard], inputs: Any, saved: _Saved, cotangents: list[jax.Array]
     ) -> tuple[Tree[Grad | None], list[jax.Array]]:
+        # Gathered again: whole parameters of all blocks would not fit.
         whole = group.whole(leaves, shards)
 
         def one(cotangents: list[jax.Array], inputs: Any, arrays: list[jax.Array]) -> Any:
@@ -408,6 +411,7 @@ class _Loop:
 
     def sum(self, function: Callable[..., Any], *items: Any, start: Any = None) -> Any:
         """For a function that returns `(terms, result)`: the sum of terms and of `start`, and the stacked results."""
+        # Slices at places that XLA cannot compute: the counter begins at a zero that XLA does not know.
         # Zeros that are there before the items would be written at once for all loops of a step.
         zero, _ = lax.optimization_barrier((self.zero, items))
 
@@ -421,6 +425,7 @@ class _Loop:
             return jax.tree.map(jnp.add, sums, terms), stacks, i + 1
 
         count = jax.tree.leaves(items)[0].shape[0]
+        # Stacks are written in place; `lax.scan` would have XLA compute products a second time to write them.
         terms, result = jax.eval_shape(lambda: function(*item(0)))
         sums = jax.tree.map(lambda like: _spread(zero, like), terms) if start is None else start
         stacks = jax.tree.map(lambda like: _spread(zero, like, count), result)

@@ -61,6 +61,7 @@ def make_find_nonfinite(
 
     uses, optimized = Uses(model, plan.leaves), trained(plan, plan.leaves)
 
+    # The first leaf in this order is where a bad gradient began; a shared leaf is named once.
     def in_backward_order(tree: Tree[Any]) -> list[Any]:
         return jax.tree.leaves(uses.first_only(split(model, tree))[::-1])
 

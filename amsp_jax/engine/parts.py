@@ -39,6 +39,7 @@ class Uses:
     """
 
     def __init__(self, model: Model, leaves: LeafPlans) -> None:
+        # `split` only picks leaves, so a tree of numbers shows what it picks.
         plans, self._structure = jax.tree.flatten(leaves)
         self._plans: list[LeafPlan] = plans
         numbered = split(model, jax.tree.unflatten(self._structure, range(len(plans))))
@@ -51,6 +52,7 @@ class Uses:
         result: list[Tree[A | None]] = []
         for values, numbers, structure in zip(self._flat(parts), self._numbers, self._structures, strict=True):
             kept: list[A | None] = []
+            # A leaf may come twice in one part, too.
             for number, value in zip(numbers, values, strict=True):
                 kept.append(None if number in seen else value)
                 seen.add(number)
@@ -120,6 +122,7 @@ class Gather:
         return tree_map(self._one, part.leaves, part.shards, part.sinks, part.totals)
 
     def _one(self, leaf: LeafPlan, shard: ParamShard, sink: Sink | None, total: GradShard | None) -> Param:
+        # Frozen, or an evaluation: nothing is differentiated, so no collective goes backward.
         if sink is None:
             return gathered(leaf, self.dtype, shard)
         if self.is_last:

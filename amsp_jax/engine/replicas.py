@@ -80,6 +80,7 @@ def make_replica_check(plan: Plan, optimizer: optax.GradientTransformation) -> C
     specs = [leaf.sharding.spec for leaf in jax.tree.leaves(abstract)]
     axes = tuple(plan.mesh.axis_names)
 
+    # 4 bytes a leaf from each device, so every process compares all replicas and comes to the same answer.
     def gathered(*arrays: jax.Array) -> jax.Array:
         return lax.all_gather(jnp.stack([checksum(x) for x in arrays]), axes)
 
@@ -148,9 +149,11 @@ def _compare(plan: Plan, leaf: _Replicated, sums: np.ndarray) -> Iterator[Diverg
     assert isinstance(plan.mesh, jax.sharding.Mesh)
     shape, last = plan.mesh.devices.shape, range(-len(leaf.dims), 0)
     num_replicas = math.prod(shape[dim] for dim in leaf.dims)
+    # Axes that hold equal copies last: a row is one shard, its columns are the replicas.
     by_shard = np.moveaxis(sums.reshape(shape), leaf.dims, last).reshape(-1, num_replicas)
     devices = np.moveaxis(plan.mesh.devices, leaf.dims, last).reshape(-1, num_replicas)
     for shard in np.flatnonzero((by_shard != by_shard[:, :1]).any(axis=1)):
         (usual, count), *_ = Counter(by_shard[shard].tolist()).most_common(1)
+        # Without a majority nobody can say which replica is right.
         is_odd = by_shard[shard] != usual if 2 * count > num_replicas else np.full(num_replicas, True)
         yield Divergence(leaf.path, tuple(devices[shard][is_odd]), num_replicas)

@@ -103,6 +103,7 @@ def _init_params(plan: Plan, seed: int) -> Params:
     compiled: dict[Any, Callable[[jax.Array], Params]] = {}
     trees = []
     for i, (part, leaves) in enumerate(zip(model.parts, (embed, *blocks, head), strict=True)):
+        # What the compiled function depends on: the initialiser, and how its leaves are stored.
         kind = part.init, tuple((leaf.storage_shape, leaf.opt_spec) for leaf in jax.tree.leaves(leaves))
         if kind not in compiled:
             compiled[kind] = _compiled_init(part.init, leaves, plan)
@@ -127,6 +128,7 @@ def _shardings(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
+# None is a tree without leaves to jax and optax, so a frozen parameter costs neither bytes nor a branch.
 def trained(plan: Plan, tree: Tree[A]) -> Tree[A | None]:
     """The tree as the optimizer sees it, with None in place of frozen leaves."""
 
@@ -158,6 +160,11 @@ def reshard(state: TrainState, plan: Plan) -> TrainState:
 
     def true_moment(path: Any, x: jax.Array) -> jax.ShapeDtypeStruct:
         leaf = find(path, x)
+        if leaf and leaf.frozen:
+            raise UserError(
+                f"{leaf.path} is frozen in the new plan, and the state has optimizer state for it; give both plans the "
+                "same `frozen`"
+            )
         return jax.ShapeDtypeStruct(leaf.shape if leaf else x.shape, x.dtype)
 
     true = TrainState(

@@ -73,6 +73,7 @@ def _total_forward(x: jax.Array) -> tuple[jax.Array, None]:
 
 def _total_backward(residual: None, cotangent: jax.Array) -> tuple[jax.Array]:
     del residual
+    # Every rank seeds the same loss with 1: a sum of cotangents would count it once for each rank.
     return (cotangent,)
 
 
@@ -81,6 +82,7 @@ _total.defvjp(_total_forward, _total_backward)
 
 def maximum(x: jax.Array) -> jax.Array:
     """The largest over ranks; a constant to differentiation."""
+    # The maximum only keeps exponentials small: the result does not depend on it, nor does the gradient.
     x = lax.stop_gradient(x)
     return lax.pmax(x, TENSOR) if size() > 1 else x
 

@@ -20,6 +20,9 @@ from amsp_jax.engine.replicas import make_replica_check
 from amsp_jax.engine.state import abstract_state, init_state, reshard, trained, true_state
 from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.engine.train_step import make_train_step
+from amsp_jax.errors import UserError
+from amsp_jax.run.checkpoint import Checkpointer
+from amsp_jax.run.job import true_shapes, whole_state
 from amsp_jax.strategy import DataRanks
 
 STEPS = 2
@@ -38,10 +41,6 @@ def frozen_plan(strategy, frozen, ranks=RANKS, parallel=None, model=None, dtype=
     return make_plan(
         strategy, model, ranks=ranks, devices=devices, compute_dtype=dtype, parallel=parallel, frozen=frozen
     )
-
-
-def is_frozen(plan):
-    return jax.tree.map(lambda leaf: leaf.frozen, plan.leaves)
 
 
 def plain_step(model, plan, optimizer):
@@ -189,8 +188,8 @@ def test_checks_of_replicas_and_numbers_and_another_plan_know_frozen_leaves():
     other = frozen_plan("zero3", BOTTOM, DataRanks(4))
     moved = reshard(state, other)
     assert jax.tree.structure(moved) == jax.tree.structure(abstract_state(other, optimizer))
-    for x, y in zip(*(jax.tree.leaves(to_true(s, true_state(plan, optimizer))) for s in (state, moved)), strict=True):
-        np.testing.assert_array_equal(x, y)
+    true = true_state(plan, optimizer)
+    jax.tree.map(np.testing.assert_array_equal, to_true(state, true), to_true(moved, true))
     broken = dataclasses.replace(moved, params=jax.tree.map(lambda x: x * jnp.float32(np.nan), moved.params))
     batch = other.shard(split(batches(steps=1)[0], 1))
     found = make_find_nonfinite(other)(broken.params, batch, 0, 0)
@@ -198,3 +197,27 @@ def test_checks_of_replicas_and_numbers_and_another_plan_know_frozen_leaves():
     assert sorted(found.params) == sorted(paths)
     free = [path for path in paths if not any(re.fullmatch(pattern, path) for pattern in BOTTOM)]
     assert sorted(found.grads) == sorted(free)
+
+
+def test_a_checkpoint_moves_to_another_plan_and_names_what_is_missing(tmp_path):
+    optimizer = optax.adamw(1e-3)
+    plan, other = frozen_plan("zero3", BOTTOM, DataRanks(4)), frozen_plan("mics(2)", BOTTOM, DataRanks(2, 2))
+    state = init_state(plan, optimizer, seed=0)
+    checkpoints = Checkpointer(tmp_path, keep=1)
+    checkpoints.save(0, state, {"shapes": true_shapes(true_state(plan, optimizer))})
+    checkpoints.wait()
+    restored = checkpoints.restore(0, *whole_state(other, optimizer))
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    for x, y in zip(
+        *(jax.tree.leaves(to_true(s, true_state(plan, optimizer))) for s in (state, restored)), strict=True
+    ):
+        np.testing.assert_array_equal(x, y)
+    with pytest.raises(UserError, match="opt_state/"):
+        checkpoints.restore(0, *whole_state(frozen_plan("zero3", ATTENTION, DataRanks(4)), optimizer))
+    checkpoints.close()
+
+
+def test_a_state_does_not_move_to_a_plan_that_freezes_other_leaves():
+    state = init_state(frozen_plan("ddp", BOTTOM, DataRanks(1)), optax.adamw(1e-3), seed=0)
+    with pytest.raises(UserError, match="frozen in the new plan"):
+        reshard(state, frozen_plan("ddp", ATTENTION, DataRanks(1)))

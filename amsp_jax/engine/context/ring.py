@@ -95,6 +95,7 @@ def _around(meet: Callable[[Any, _Pair, jax.Array], Any], so_far: Any, kv: _Pair
 
     def body(state: tuple[Any, _Pair], step: jax.Array) -> tuple[tuple[Any, _Pair], None]:
         so_far, kv = state
+        # Sent before it is needed: the next keys travel while this rank attends to those it has.
         coming = following(kv, step + 1)
         return (meet(so_far, kv, step), coming), None
 

@@ -38,6 +38,7 @@ def zigzag(seq_len: int, num_ranks: int) -> np.ndarray:
     """
     if num_ranks == 1:
         return np.arange(seq_len)
+    # An early and a late chunk for each rank: with causal attention both together are the same work for all.
     chunks = np.arange(seq_len).reshape(2 * num_ranks, -1)
     return np.concatenate([chunks[[r, 2 * num_ranks - 1 - r]].reshape(-1) for r in range(num_ranks)])
 
@@ -53,6 +54,7 @@ def check_sequence(seq_len: int, num_context: int, num_tensor: int) -> None:
     Raises:
       UserError: the length does not divide; the message names the nearest lengths that do.
     """
+    # Two chunks a context rank, whose tokens are then cut between tensor ranks.
     unit = num_context * math.lcm(2 if num_context > 1 else 1, num_tensor)
     if seq_len % unit == 0:
         return

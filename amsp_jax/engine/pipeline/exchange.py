@@ -41,6 +41,7 @@ def exchange(
     for slot in range(assignment.num_slots):
         zeros = jax.tree.map(jnp.zeros_like, master[assignment.blocks(slot)[0]])
         pieces = [master[block] if block >= 0 else zeros for block in assignment.owner[:, slot]]
+        # One all-to-all a slot and leaf: each stage sends every other stage its piece of that stage's block.
         plans = slot_leaves(assignment, leaves, slot)
         shards: Tree[ParamShard] = jax.tree.map(lambda leaf, *xs: _own_shard(leaf, dtype, xs), plans, *pieces)
         slots.append(shards)
@@ -87,6 +88,7 @@ def _of_stage(leaves: LeafPlans, pieces: Tree[Sequence[OptGrad] | None], stage: 
 
 def _shards_of_all(leaf: LeafPlan, grad: GradShard, reduction: Reduction, num_stages: int) -> Sequence[OptGrad]:
     if leaf.dim is None:
+        # Replicated leaves have no pieces to exchange; the all-reduce over `stage` adds up one entry a stage.
         mine = jnp.zeros((num_stages, *grad.shape), grad.dtype).at[lax.axis_index(STAGE)].set(grad)
         return [OptGrad(piece) for piece in reduce_accumulated(leaf, GradShard(mine), reduction)]
     reduced = reduce_accumulated(_within_stage(leaf), grad, reduction)

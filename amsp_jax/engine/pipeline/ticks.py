@@ -141,19 +141,21 @@ def make_pipeline(
                     f"pipeline={schedule.num_stages}: blocks {first} and {other} of {model.name} differ, and "
                     "are in the same place of two stages, which run one program; give them one Part, or use pipeline=1"
                 )
-            _check_alike(split(model, leaves)[1:-1], first, other)
+    _check_alike(split(model, leaves)[1:-1], assignment)
     remat = Remat.NONE if remat is Remat.FULL else remat
     return Pipeline(model, leaves, schedule, gather, remat, assignment)
 
 
-def _check_alike(blocks: Sequence[LeafPlans], first: int, other: int) -> None:
-    """Raises UserError unless two blocks in one place of two stages are stored alike; either may be frozen."""
-    for a, b in zip(jax.tree.leaves(blocks[first]), jax.tree.leaves(blocks[other]), strict=True):
-        if a.kind != dataclasses.replace(b.kind, frozen=a.frozen):
-            raise UserError(
-                f"{a.path} and {b.path} are sharded differently, and are in the same place of two pipeline stages, "
-                "which run one program; give both the same rule, or use pipeline=1"
-            )
+def _check_alike(blocks: Sequence[LeafPlans], assignment: Assignment) -> None:
+    """Raises UserError unless blocks in one place of several stages are stored alike; any of them may be frozen."""
+    for slot in range(assignment.num_slots):
+        first, *others = (jax.tree.leaves(blocks[number]) for number in assignment.blocks(slot))
+        for a, b in ((a, b) for other in others for a, b in zip(first, other, strict=True)):
+            if a.kind != dataclasses.replace(b.kind, frozen=a.frozen):
+                raise UserError(
+                    f"{a.path} and {b.path} are sharded differently, and are in the same place of two pipeline stages, "
+                    "which run one program; give both the same rule, or use pipeline=1"
+                )
 
 
 class _Ticks:
@@ -217,6 +219,7 @@ class _Ticks:
         (_, results), _ = lax.scan(tick, (_zeros(self.x), results), table)
         return lax.psum(results, STAGE)
 
+    # A branch for each kind of work: one `switch` costs a GPU one wait for its predicate, nested conditions several.
     def _forward_branch(self, kind: Kind, chunk: int) -> Callable[..., Any]:
         def forward(x: Any, item: Data) -> Any:
             return x if kind is Kind.IDLE else self._run(kind, chunk, {}, x, item)
@@ -236,6 +239,7 @@ class _Ticks:
         def backward(grads: list[Any], sums: LossOutput, x: Any, dy: Any, item: Data) -> Any:
             if kind is Kind.IDLE:
                 return grads, sums, x
+            # Only the parts that this work runs: the others' gradients pass through untouched.
             sinks = {part: self._zero_grads(part) for part in self._parts_of(kind, chunk)}
 
             def run(sinks: Sinks, x: Any) -> Any:
@@ -263,6 +267,7 @@ class _Ticks:
 
     def _blocks(self, chunk: int, sinks: Sinks, x: Any, batch: Batch, keys: jax.Array) -> Any:
         slots = self.assignment.chunk_slots[chunk]
+        # Keys by the number of the block in the model, so dropout does not depend on the stages.
         numbers = jnp.asarray(self.assignment.owner + 1)[self.stage]
         block_keys = [jax.vmap(jax.random.fold_in, (0, None))(keys, numbers[slot]) for slot in slots]
         states = [self._state(1 + slot, sinks) for slot in slots]
@@ -274,6 +279,7 @@ class _Ticks:
         part = self.model.blocks[self.assignment.blocks(slot)[0]]
         if self.assignment.is_everywhere(slot):
             return part
+        # Stages run one program, and a shorter stage has the identity in place of the block that it lacks.
         has_block = self.assignment.owner[:, slot] >= 0
 
         def apply(params: Any, x: Any, batch: Batch, key: jax.Array) -> Any:
@@ -318,6 +324,7 @@ class _Ticks:
         """To the next stage, or to the one before; from one end to the other only between chunks."""
         num_stages = self.pipeline.schedule.num_stages
         pairs = [(stage, (stage + direction) % num_stages) for stage in range(num_stages)]
+        # The last stage's output goes nowhere if there is no next chunk on the first stage.
         if self.pipeline.schedule.virtual_stages == 1:
             pairs = [(source, target) for source, target in pairs if target - source == direction]
         return lax.ppermute(x, STAGE, pairs)
