@@ -10,7 +10,8 @@ from oracle import RANKS, plan_for
 from amsp_jax.compile import hlo
 from amsp_jax.engine.collectives import Reduction
 from amsp_jax.engine.state import abstract_state
-from amsp_jax.engine.train_step import StepSettings, make_train_step
+from amsp_jax.engine.step_settings import StepSettings
+from amsp_jax.engine.train_step import make_train_step
 from amsp_jax.predict.cost import memory
 from amsp_jax.predict.cost.communication import WireDtypes, part_plans, step_collectives
 from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
