@@ -124,7 +124,7 @@ def test_what_the_kernel_does_not_take_is_refused():
 @pytest.mark.parametrize(("platform", "kind"), [("cuda", "NVIDIA H100 80GB HBM3"), ("rocm", "gfx942")])
 @pytest.mark.parametrize(("head_dim", "dtype"), [(16, "float32"), (80, "float16"), (128, "bfloat16")])
 def test_pallas_lowers_for_gpus_that_are_not_there(platform, kind, head_dim, dtype):
-    """Up to Triton's program of each kernel; for NVIDIA `test_absent` compiles it, too."""
+    """Up to Triton's program of each kernel; for NVIDIA `test_ahead_of_time` compiles it, too."""
     device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
     mesh = AbstractMesh((1,), ("data",), abstract_device=device)
     run = functools.partial(value_and_gradients, flash.flash_attention)
