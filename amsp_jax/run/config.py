@@ -19,7 +19,7 @@ from amsp_jax.errors import UserError
 DType = Literal["float32", "bfloat16"]
 LrSchedule = Literal["cosine", "linear", "constant", "wsd"]
 
-_EXAMPLES = {int: "100", float: "0.1", bool: "True", str: "'word'", dict: "{'num_layers': 8}"}
+_EXAMPLES = {int: "100", float: "0.1", bool: "True", str: "'word'", dict: "{'num_layers': 8}", tuple: "('embed.*',)"}
 
 
 def _setting(default: Any, text: str) -> Any:
@@ -40,6 +40,8 @@ class TrainConfig:
     """
 
     strategy: str = _setting("auto", "auto, a preset, or 'params=... grads=... opt_state=...'; see below")
+    rules: dict = _setting({}, "strategies of parameters that differ, by pattern of their names, {'embed.*': 'zero1'}")
+    frozen: tuple | list = _setting((), "patterns of the names of parameters that are not trained, ('embed.*',)")
     tensor: int = _setting(
         1, "devices that share each matrix and the sequence between them; a group lies inside a node"
     )
@@ -115,6 +117,15 @@ class TrainConfig:
             _check_least(name, getattr(self, name), 1)
         for name in _AT_LEAST_ZERO:
             _check_least(name, getattr(self, name), 0)
+        object.__setattr__(self, "frozen", tuple(self.frozen))
+        for name, words in (("rules", [*self.rules, *self.rules.values()]), ("frozen", self.frozen)):
+            if wrong := [word for word in words if not isinstance(word, str)]:
+                raise UserError(f"{name}={getattr(self, name)!r}: {wrong[0]!r} is no text; it holds patterns and names")
+        if self.rules and self.is_auto:
+            raise UserError(
+                f"rules={self.rules!r} with strategy='auto': the planner does not know rules; name the strategy of the "
+                "other parameters, which `amsp-jax plan` suggests"
+            )
         if self.cluster is not None and not self.is_auto:
             raise UserError(
                 f"cluster={self.cluster} has no effect with strategy={self.strategy}; it is for strategy=auto"
@@ -230,6 +241,8 @@ def _spelling(value: Any, kind: type) -> str:
         return text.strip()
     if kind is str:
         return repr(text)
+    if kind is tuple and isinstance(value, str):
+        return repr((value,))
     if text.lower() == "none":
         return "None"
     return _EXAMPLES[kind]

@@ -24,7 +24,7 @@ from amsp_jax.model import Model
 from amsp_jax.run.checks import BatchShape, batch_shape
 from amsp_jax.run.config import TrainConfig
 from amsp_jax.runtime.launch import Layout
-from amsp_jax.strategy import DataRanks
+from amsp_jax.strategy import DataRanks, parse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,12 +65,13 @@ class Resolved:
         """
         config = self.config
         return make_plan(
-            config.strategy,
+            parse(config.strategy, config.rules),
             self.model,
             ranks=self.ranks,
             devices=self.layout.devices,
             compute_dtype=config.compute_dtype,
             parallel=self.parallel,
+            frozen=config.frozen,
         )
 
 

@@ -106,6 +106,10 @@ class Trainer:
         self._validation = validation
         self._vocab_size = vocab_size
         self._default_hooks, self._hooks = default_hooks, tuple(hooks)
+        if isinstance(strategy, Strategy) and strategy.rules:
+            # A setting has one level: the rules of a strategy are settings of their own.
+            settings = {"rules": {pattern: str(one) for pattern, one in strategy.rules}, **settings}
+            strategy = dataclasses.replace(strategy, rules=())
         given: dict[str, Any] = {
             "strategy": None if strategy is None else str(strategy),
             "optimizer": optimizer if isinstance(optimizer, str) else None,
@@ -179,7 +183,7 @@ class Trainer:
         """All that can be wrong before a file is written; nothing is compiled."""
         config, watch = self.config, own_watch()
         if not config.is_auto:
-            parse(config.strategy)
+            parse(config.strategy, config.rules)
         layout = self._layout or _find_devices(config)
         watch.doing("choosing the strategy")
         resolved = resolve(config, self._model, layout, self._optimizer, self._schedule)

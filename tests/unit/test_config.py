@@ -33,6 +33,17 @@ def test_python_callers_need_no_file() -> None:
         TrainConfig(steps="ten")  # type: ignore[arg-type]
 
 
+def test_patterns() -> None:
+    config = TrainConfig(strategy="zero3", rules={"embed.*": "zero1"}, frozen=["head.*"])
+    assert config.frozen == ("head.*",) and eval(config.settings()["rules"]) == {"embed.*": "zero1"}
+    with pytest.raises(UserError, match=r"frozen='head' is a str, but it must be a tuple; write frozen=\('head',\)"):
+        TrainConfig(frozen="head")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="rules=.*: 3 is no text"):
+        TrainConfig(strategy="zero3", rules={"embed.*": 3})
+    with pytest.raises(UserError, match="rules=.* with strategy='auto': the planner does not know rules"):
+        TrainConfig(rules={"embed.*": "zero1"})
+
+
 def test_two_configs_share_no_dictionary() -> None:
     assert TrainConfig().model_overrides is not TrainConfig().model_overrides
 

@@ -28,7 +28,7 @@ def _run(line: cli.CommandLine) -> None:
     # What can be wrong without looking at a device.
     config = cli.load_config(line.gin_files, line.bindings)
     if not config.is_auto:
-        parse(config.strategy)
+        parse(config.strategy, config.rules)
     cli.build_model(config)
 
     # Devices, in order; from here on jax runs.
