@@ -48,6 +48,19 @@ if "metrics" in globals():
     assert ("trained" in done.stdout) == ("make_train_step" in SNIPPETS[number])
 
 
+def test_the_data_page_trains_on_each_kind_of_rows(tmp_path: Path) -> None:
+    """Its blocks one after the other, as they are copied."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+    script = tmp_path / "page.py"
+    script.write_text("\n".join([*blocks, 'assert run.metrics[-1]["step"] == 4 and len(run.validations) == 2']))
+    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    command = [sys.executable, script]
+    env |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"rows", "map", "iterator"}
+
+
 def preset_rows() -> list[tuple[str, list[str]]]:
     """(strategy, the other cells) of each name in the table of presets, at k = K."""
     rows = []
@@ -96,7 +109,7 @@ def test_every_design_note_is_in_the_index() -> None:
     assert listed == {path.name for path in folder.glob("*.md")} - {"README.md"}
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/design/README.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/data.md", "docs/design/README.md"])
 def test_links_lead_to_files(page: str) -> None:
     path = ROOT / page
     for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text()):
