@@ -153,7 +153,7 @@ def compiler_options(layout: launch.Layout, model: Model, plan: Plan, settings: 
     """Those of `train.py`; what `XLA_FLAGS` says wins."""
     if layout.platform == "cpu":
         return {}
-    options = xla_flags.combine_thresholds(model, plan.degrees, plan.compute_dtype, settings.reduction)
+    options = xla_flags.combine_thresholds(model, plan.block_degrees, plan.compute_dtype, settings.reduction)
     return xla_flags.without(options, os.environ.get("XLA_FLAGS", ""))
 
 

@@ -87,7 +87,9 @@ def compiler_options(args: argparse.Namespace, model: Model, plan: Plan, setting
     """Those of train.py."""
     if args.no_default_flags or args.devices:
         return {}
-    options = xla_flags.combine_thresholds(model, plan.degrees, args.compute_dtype, settings.reduction, args.tensor)
+    options = xla_flags.combine_thresholds(
+        model, plan.block_degrees, args.compute_dtype, settings.reduction, args.tensor
+    )
     return xla_flags.without(options, args.xla_flags)
 
 

@@ -118,5 +118,5 @@ def compiler_options(model: Model, plan: Plan, settings: StepSettings) -> dict[s
     """The compiler options of `compile_step`: flags, combine thresholds, and no autotuning."""
     ours = xla_flags.as_options(xla_flags.flags("cuda"))
     tensor = plan.parallel.tensor
-    ours |= xla_flags.combine_thresholds(model, plan.degrees, plan.compute_dtype, settings.reduction, tensor)
+    ours |= xla_flags.combine_thresholds(model, plan.block_degrees, plan.compute_dtype, settings.reduction, tensor)
     return xla_flags.without(ours, os.environ.get("XLA_FLAGS", "")) | _UNTIMED

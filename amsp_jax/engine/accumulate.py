@@ -20,10 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from amsp_jax.engine.collectives import reduce_accumulated
+from amsp_jax.engine.leaves import LeafPlan
 from amsp_jax.engine.microbatch import LossSums, apply_model, block_keys, gather_of, param_shards, row_keys
 from amsp_jax.engine.microbatch_groups import Group, group_grads
 from amsp_jax.engine.parts import Gather, PartState, Uses, grad_shape, split
-from amsp_jax.engine.plan import LeafPlan, Plan
+from amsp_jax.engine.plan import Plan
 from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.engine.trees import GradShard, Master, OptGrad, ParamShard, Sink, Tree, tree_map
 from amsp_jax.model import Model
@@ -63,7 +64,7 @@ class Microbatches:
     def peels(self) -> tuple[bool, bool]:
         """Whether the first and the last item are outside the loop."""
         # Without collectives of once a step there is nothing to hide, and one program less to compile.
-        once = bool(self.plan.axes.grad or self.plan.axes.opt or self.plan.axes.replica)
+        once = self.plan.has_work_once_a_step
         return once and self.settings.peel_first, once and self.settings.peel_last
 
     def shards(self, masters: Tree[Master]) -> Tree[ParamShard]:

@@ -19,9 +19,9 @@ from typing import Any
 import jax
 
 from amsp_jax.engine.barriers import gather_gate, reduction_gate, tie_cotangents
+from amsp_jax.engine.leaves import LeafPlan, LeafPlans
 from amsp_jax.engine.mesh import level
 from amsp_jax.engine.parts import Gather, PartState
-from amsp_jax.engine.plan import LeafPlan, LeafPlans
 from amsp_jax.engine.rematerialization import Remat, checkpointed
 from amsp_jax.engine.trees import Sink, Tree
 from amsp_jax.model import Batch, Part

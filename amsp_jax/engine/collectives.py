@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from amsp_jax.engine.leaves import LeafPlan, crop, pad
 from amsp_jax.engine.mesh import level
-from amsp_jax.engine.plan import LeafPlan, crop, pad
 from amsp_jax.engine.trees import Grad, GradShard, Master, OptGrad, Param, ParamShard, Sink
 from amsp_jax.errors import UserError
 

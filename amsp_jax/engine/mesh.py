@@ -9,6 +9,7 @@ tensor. Axes of size 1 are left out.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -45,26 +46,68 @@ def level(axis: str) -> str:
     return axis.partition("_")[0]
 
 
-def axis_sizes(degrees: Degrees) -> dict[str, int]:
-    """All data axes, outer to inner, with their sizes, those of size 1 included."""
+def axis_sizes(degrees: Degrees, rules: Sequence[Degrees] = ()) -> dict[str, int]:
+    """All data axes, outer to inner, with their sizes, those of size 1 included.
+
+    Rules cut an axis wherever one of them needs a cut: `intra_opt` becomes `intra_opt1` and `intra_opt2`, outer first.
+
+    Raises:
+      UserError: the degrees of strategy and rules do not nest.
+    """
     sizes = {}
     for lvl, data in (("inter", degrees.ranks.num_nodes), ("intra", degrees.ranks.per_node)):
-        p, g, o = (getattr(d, lvl) for d in (degrees.params, degrees.grads, degrees.opt_state))
-        for role, size in zip(ROLES, (data // o, o // g, g // p, p), strict=True):
-            sizes[f"{lvl}_{role}"] = size
+        p, g, o = _level_degrees(degrees, lvl)
+        cuts = _cuts(lvl, [degrees, *rules])
+        for role, low, high in zip(ROLES, (o, g, p, 1), (data, o, g, p), strict=True):
+            inside = [cut for cut in cuts if low < cut < high]
+            if not inside:
+                sizes[f"{lvl}_{role}"] = high // low
+                continue
+            bounds = [high, *reversed(inside), low]
+            for i, (outer, inner) in enumerate(itertools.pairwise(bounds), start=1):
+                sizes[f"{lvl}_{role}{i}"] = outer // inner
     return sizes
 
 
-def data_axes(degrees: Degrees) -> DataAxes:
-    """The axes by role."""
-    sizes = axis_sizes(degrees)
-    return DataAxes(**{r: tuple(f"{lv}_{r}" for lv in LEVELS if sizes[f"{lv}_{r}"] > 1) for r in ROLES})
+def _level_degrees(degrees: Degrees, lvl: str) -> tuple[int, int, int]:
+    p, g, o = (getattr(degree, lvl) for degree in (degrees.params, degrees.grads, degrees.opt_state))
+    return p, g, o
 
 
-def mesh_axes(degrees: Degrees, parallel: ModelParallel) -> dict[str, int]:
+def _cuts(lvl: str, every: Sequence[Degrees]) -> list[int]:
+    """The different degrees on a level, ascending, each dividing the next."""
+    cuts = sorted({degree for degrees in every for degree in _level_degrees(degrees, lvl)})
+    for small, large in itertools.pairwise(cuts):
+        if large % small:
+            owner = {n: str(d) for d in reversed(every) for n in _level_degrees(d, lvl)}
+            where = "inside a node" if lvl == "intra" else "between nodes"
+            raise UserError(
+                f"rules: {where} the degree {small} of '{owner[small]}' and {large} of '{owner[large]}' do not nest: "
+                f"strategies of one mesh need degrees of which each divides the next; replace {small} or {large}"
+            )
+    return cuts
+
+
+def data_axes(degrees: Degrees, rules: Sequence[Degrees] = (), rule: int | None = None) -> DataAxes:
+    """The axes by role, as the strategy uses them, or as the rule of a number does, on the mesh of all of them."""
+    own = degrees if rule is None else rules[rule]
+    found: dict[str, list[str]] = {role: [] for role in ROLES}
+    for lvl in LEVELS:
+        p, g, o = _level_degrees(own, lvl)
+        sizes = [(axis, size) for axis, size in axis_sizes(degrees, rules).items() if level(axis) == lvl]
+        shards = math.prod(size for _, size in sizes)
+        for axis, size in sizes:
+            role = "param" if shards <= p else "grad" if shards <= g else "opt" if shards <= o else "replica"
+            if size > 1:
+                found[role].append(axis)
+            shards //= size
+    return DataAxes(**{role: tuple(axes) for role, axes in found.items()})
+
+
+def mesh_axes(degrees: Degrees, parallel: ModelParallel, rules: Sequence[Degrees] = ()) -> dict[str, int]:
     """Every axis of the mesh with its size, outer to inner: stage, the data axes, context, tensor."""
     around = parallel.axis_sizes()
-    sizes = {STAGE: around.pop(STAGE), **axis_sizes(degrees), **around}
+    sizes = {STAGE: around.pop(STAGE), **axis_sizes(degrees, rules), **around}
     return {axis: size for axis, size in sizes.items() if size > 1}
 
 
@@ -103,7 +146,10 @@ def _node(device: jax.Device) -> int:
 
 
 def make_mesh(
-    degrees: Degrees, devices: Sequence[jax.Device] | None = None, parallel: ModelParallel | None = None
+    degrees: Degrees,
+    devices: Sequence[jax.Device] | None = None,
+    parallel: ModelParallel | None = None,
+    rules: Sequence[Degrees] = (),
 ) -> Mesh | AbstractMesh:
     """The mesh of a resolved strategy.
 
@@ -112,12 +158,13 @@ def make_mesh(
       devices: node by node, each node's devices in their local order; None for a mesh of no devices,
         to plan for machines that are not there.
       parallel: stages, context and tensor; none by default.
+      rules: degrees of the strategy's rules.
 
     Raises:
       UserError: the number of devices is not that of all ranks.
     """
     parallel = parallel or ModelParallel()
-    sizes = mesh_axes(degrees, parallel) or {"intra_replica": 1}
+    sizes = mesh_axes(degrees, parallel, rules) or {"intra_replica": 1}
     names, shape = tuple(sizes), tuple(sizes.values())
     types = (AxisType.Auto,) * len(names)
     if devices is None:

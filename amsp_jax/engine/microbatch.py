@@ -15,9 +15,10 @@ from amsp_jax.engine.barriers import tie_cotangents
 from amsp_jax.engine.block_backward import run_blocks
 from amsp_jax.engine.collectives import param_shard
 from amsp_jax.engine.context import check_sequence, zigzag
+from amsp_jax.engine.leaves import LeafPlan
 from amsp_jax.engine.parallel import CONTEXT
 from amsp_jax.engine.parts import Gather, PartState
-from amsp_jax.engine.plan import LeafPlan, Plan
+from amsp_jax.engine.plan import Plan
 from amsp_jax.engine.rematerialization import Remat, policy
 from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.engine.trees import Master, Param, ParamShard, Sink, Tree, tree_map

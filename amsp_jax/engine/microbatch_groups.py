@@ -33,8 +33,8 @@ from jax import lax
 from amsp_jax.engine.barriers import after
 from amsp_jax.engine.block_backward import shared
 from amsp_jax.engine.collectives import Reduction, gathered, param_shard, reduce, reduce_last, use
+from amsp_jax.engine.leaves import LeafPlan, LeafPlans
 from amsp_jax.engine.parts import Uses, grad_shape, split
-from amsp_jax.engine.plan import LeafPlan, LeafPlans
 from amsp_jax.engine.rematerialization import Remat, checkpointed
 from amsp_jax.engine.trees import Grad, GradShard, Master, OptGrad, Param, ParamShard, Sink, Tree, tree_map
 from amsp_jax.errors import UserError

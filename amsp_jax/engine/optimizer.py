@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 from amsp_jax.engine.learning_rate import LearningRate
-from amsp_jax.engine.plan import LeafPlan, Plan, crop, key_name, pad
+from amsp_jax.engine.leaves import LeafPlan, crop, key_name, pad
+from amsp_jax.engine.plan import Plan
 from amsp_jax.errors import UserError
 from amsp_jax.model import Params
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from amsp_jax.engine.collectives import Reduction, gather, gather_last, gathered
-from amsp_jax.engine.plan import LeafPlan, LeafPlans
+from amsp_jax.engine.leaves import LeafPlan, LeafPlans
 from amsp_jax.engine.trees import A, B, GradShard, Param, ParamShard, Sink, Tree, tree_map
 from amsp_jax.model import Model
 

@@ -18,7 +18,8 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from amsp_jax.engine.plan import Plan, path_name
+from amsp_jax.engine.leaves import path_name
+from amsp_jax.engine.plan import Plan
 from amsp_jax.engine.state import TrainState, abstract_state
 
 

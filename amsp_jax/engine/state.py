@@ -16,8 +16,9 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
+from amsp_jax.engine.leaves import LeafPlan
 from amsp_jax.engine.optimizer import abstract_opt_state, abstract_storage, moment_plans, to_storage, to_true
-from amsp_jax.engine.plan import LeafPlan, Plan
+from amsp_jax.engine.plan import Plan
 from amsp_jax.engine.trees import A, Tree, tree_map
 from amsp_jax.errors import UserError
 from amsp_jax.model import Params

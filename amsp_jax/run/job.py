@@ -44,8 +44,10 @@ class Job(Resolved):
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines on what has no effect, or not all of it, under this plan."""
-        axes, parallel, lines = self.plan.axes, self.plan.parallel, []
-        is_between_nodes = any(level(axis) == "inter" for axis in axes.param + axes.grad + axes.opt)
+        parallel, lines = self.plan.parallel, list[str]()
+        is_between_nodes = any(
+            level(axis) == "inter" for axes in self.plan.all_axes for axis in axes.param + axes.grad + axes.opt
+        )
         if self.settings.reduction.is_narrower_between_nodes and not is_between_nodes:
             lines.append(
                 f"inter_node_dtype={self.config.inter_node_dtype} has no effect: {self.plan.degrees} on "

@@ -161,7 +161,7 @@ def compiler_options(plan: Plan, settings: StepSettings, layout: Layout) -> dict
     if layout.platform == "cpu":
         return {}
     tensor, dtype = plan.parallel.tensor, plan.compute_dtype
-    options = xla_flags.combine_thresholds(plan.model, plan.degrees, dtype, settings.reduction, tensor)
+    options = xla_flags.combine_thresholds(plan.model, plan.block_degrees, dtype, settings.reduction, tensor)
     return xla_flags.without(options, os.environ.get("XLA_FLAGS", ""))
 
 

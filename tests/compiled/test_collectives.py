@@ -42,7 +42,7 @@ def expected(plan, accumulation):
     """The list of docs/design/architecture.md, as (kind, groups, shape, in loop) with counts."""
     result = Counter()
     model = oracle.model("llama")
-    peeled = bool(plan.axes.grad or plan.axes.opt or plan.axes.replica)
+    peeled = plan.has_work_once_a_step
     in_loop = accumulation - 2 if peeled else accumulation
     # A loop of one trip is inlined, and one of none is not there.
     outside = accumulation if in_loop <= 1 else accumulation - in_loop
@@ -72,7 +72,7 @@ def expected(plan, accumulation):
 
 def trips(plan, accumulation, found):
     """By (kind, groups, bytes), how often each collective of arrays runs in a step."""
-    in_loop = accumulation - 2 if (plan.axes.grad or plan.axes.opt or plan.axes.replica) else accumulation
+    in_loop = accumulation - 2 if plan.has_work_once_a_step else accumulation
     counts = Counter()
     for c in found:
         if not c.is_scalar:

@@ -138,7 +138,7 @@ def test_the_compiled_step_has_the_predicted_collectives(strategy, accumulation)
     """By kind, groups and values: XLA for CPUs writes an exchange as its pieces, and in float32."""
     plan = plan_for(strategy, oracle.model("llama"), TWO_BY_TWO)
     found: Counter = Counter()
-    in_loop = accumulation - 2 if plan.axes.grad or plan.axes.opt or plan.axes.replica else accumulation
+    in_loop = accumulation - 2 if plan.has_work_once_a_step else accumulation
     operations = {}
     for c in hlo.collectives(lowered(plan, accumulation, settings=NARROW).compile().as_text()):
         times = in_loop if c.in_loop else 1

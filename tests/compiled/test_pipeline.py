@@ -15,12 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 from amsp_jax.compile import ahead_of_time, hlo
 from amsp_jax.engine.collectives import Reduction
+from amsp_jax.engine.leaves import LeafPlan, pad, path_name
 from amsp_jax.engine.optimizer import make_optimizer
 from amsp_jax.engine.parallel import STAGE, ModelParallel
 from amsp_jax.engine.parts import Gather
 from amsp_jax.engine.pipeline import make_pipeline
 from amsp_jax.engine.pipeline.schedule import PipelineSchedule
-from amsp_jax.engine.plan import LeafPlan, make_plan, pad, path_name
+from amsp_jax.engine.plan import make_plan
 from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.errors import UserError

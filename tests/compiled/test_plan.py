@@ -12,8 +12,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import QUICKSTART, THREE_DEGREES
 
+from amsp_jax.engine.leaves import LARGE_LEAF
 from amsp_jax.engine.optimizer import make_optimizer
-from amsp_jax.engine.plan import LARGE_LEAF, make_plan, plan_parameters, spec_text
+from amsp_jax.engine.plan import make_plan, plan_parameters, spec_text
 from amsp_jax.engine.state import abstract_state
 from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.engine.train_step import make_grad_fn, make_train_step

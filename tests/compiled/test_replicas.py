@@ -15,7 +15,7 @@ import oracle
 import pytest
 from oracle import batches, plan_for
 
-from amsp_jax.engine.plan import path_name
+from amsp_jax.engine.leaves import path_name
 from amsp_jax.engine.replicas import Divergence, checksum, make_replica_check
 from amsp_jax.engine.state import abstract_state
 from amsp_jax.engine.train_step import make_train_step

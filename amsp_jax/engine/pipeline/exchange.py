@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from amsp_jax.engine.collectives import Reduction, param_shard, reduce_accumulated
+from amsp_jax.engine.leaves import LeafPlan, LeafPlans
 from amsp_jax.engine.parallel import STAGE
 from amsp_jax.engine.pipeline.schedule import Assignment
-from amsp_jax.engine.plan import LeafPlan, LeafPlans
 from amsp_jax.engine.trees import GradShard, Master, OptGrad, ParamShard, Tree, tree_map
 
 

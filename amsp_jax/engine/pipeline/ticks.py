@@ -17,11 +17,11 @@ from jax import lax
 
 from amsp_jax.engine.block_backward import run_blocks
 from amsp_jax.engine.collectives import Reduction, param_shard, reduce_accumulated
+from amsp_jax.engine.leaves import LeafPlan, LeafPlans
 from amsp_jax.engine.parallel import STAGE
 from amsp_jax.engine.parts import Gather, PartState, Uses, grad_shape, split
 from amsp_jax.engine.pipeline.exchange import exchange, exchange_back, slot_leaves
 from amsp_jax.engine.pipeline.schedule import Assignment, Kind, PipelineSchedule, assign_blocks, forward_alone
-from amsp_jax.engine.plan import LeafPlan, LeafPlans
 from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.engine.trees import GradShard, Master, OptGrad, Param, ParamShard, Sink, Tree, tree_map
 from amsp_jax.errors import UserError

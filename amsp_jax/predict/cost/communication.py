@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from amsp_jax.engine.collectives import Axes, Reduction, reduction_steps, scatter_steps
+from amsp_jax.engine.leaves import LeafPlan
 from amsp_jax.engine.mesh import level
 from amsp_jax.engine.parallel import CONTEXT, STAGE, TENSOR
-from amsp_jax.engine.plan import LeafPlan
 from amsp_jax.model import Model, Params
 from amsp_jax.strategy import Degree
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import optax
 
-from amsp_jax.engine.plan import MASTER_BYTES, LeafPlan, Plan
+from amsp_jax.engine.leaves import MASTER_BYTES, LeafPlan
+from amsp_jax.engine.plan import Plan
 from amsp_jax.predict.cluster import Rates
 from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
 from amsp_jax.predict.cost.memory import GRAD_BYTES, num_values

@@ -22,7 +22,8 @@ import optax
 
 from amsp_jax.engine.block_backward import num_untied, reduction_window
 from amsp_jax.engine.collectives import Reduction, reduction_steps
-from amsp_jax.engine.plan import MASTER_BYTES, LeafPlan, Plan
+from amsp_jax.engine.leaves import MASTER_BYTES, LeafPlan
+from amsp_jax.engine.plan import Plan
 from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.model import Params
 from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks

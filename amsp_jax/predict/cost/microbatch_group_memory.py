@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import jax
 import optax
 
-from amsp_jax.engine.plan import LeafPlan, Plan
+from amsp_jax.engine.leaves import LeafPlan
+from amsp_jax.engine.plan import Plan
 from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.model import Params
 from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks

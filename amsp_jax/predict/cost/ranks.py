@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import jax
 
+from amsp_jax.engine.leaves import LeafPlan
 from amsp_jax.engine.parallel import ModelParallel
-from amsp_jax.engine.plan import LeafPlan
 from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.model import Model, Params
 from amsp_jax.predict.cost.trace import ModelTrace, PartTrace

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import optax
 
+from amsp_jax.engine.leaves import MASTER_BYTES, LeafPlan, key_name
 from amsp_jax.engine.optimizer import abstract_opt_state, moment_plans
 from amsp_jax.engine.parallel import ModelParallel
-from amsp_jax.engine.plan import MASTER_BYTES, LeafPlan, Plan, key_name
+from amsp_jax.engine.plan import Plan
 from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
 from amsp_jax.strategy import Degrees
 

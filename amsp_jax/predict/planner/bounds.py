@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from amsp_jax.engine.leaves import LARGE_LEAF, MASTER_BYTES, LeafPlan
 from amsp_jax.engine.parallel import ModelParallel
-from amsp_jax.engine.plan import LARGE_LEAF, MASTER_BYTES, LeafPlan, plan_parameters
+from amsp_jax.engine.plan import plan_parameters
 from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.predict.cost import compute, model_axes
 from amsp_jax.predict.cost.communication import ONCE, PartPlan, Phase, messages, on_its_stage

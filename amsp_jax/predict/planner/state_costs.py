@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
+from amsp_jax.engine.leaves import LeafPlan
 from amsp_jax.engine.parallel import ModelParallel
-from amsp_jax.engine.plan import LeafPlan, Plan, plan_parameters
+from amsp_jax.engine.plan import Plan, plan_parameters
 from amsp_jax.errors import UserError
 from amsp_jax.model import Params
 from amsp_jax.predict.cluster import Cluster, Network, Rates
