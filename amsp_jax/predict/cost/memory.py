@@ -286,12 +286,11 @@ def _step(distinct: DistinctBlocks, plan: Plan, trace: ModelTrace, settings: Ste
 
 def _reductions(distinct: DistinctBlocks, plan: Plan, settings: StepSettings, accumulation: int) -> _Reductions:
     _, blocks, head = distinct.model.split(plan.leaves)
-    axes = plan.axes
-    once = bool(axes.grad or axes.opt or axes.replica)
+    once = plan.has_work_once_a_step
     window = reduction_window(blocks, is_last=once and settings.peel_last)
     reduced = [sum(leaf.num_opt_shard for leaf in jax.tree.leaves(leaves)) for leaves in blocks]
     late = [reduced[kind] for kind in distinct.order][:window]
-    has_replicas = bool(axes.replica) or plan.parallel.context > 1
+    has_replicas = any(axes.replica for axes in plan.all_axes) or plan.parallel.context > 1
     return _Reductions(
         window=window,
         # Of the blocks that go backward first, as many make their gradients at once.
@@ -301,7 +300,7 @@ def _reductions(distinct: DistinctBlocks, plan: Plan, settings: StepSettings, ac
         none_in_first=accumulation > 1 and reduction_window(blocks) is None,
         opt_grads=sum(leaf.num_opt_shard * n for leaf, n in leaf_counts(distinct, plan)) * GRAD_BYTES,
         flat_grads=sum(late) * settings.reduction.dtype.itemsize if has_replicas else 0,
-        shards_opt=bool(axes.opt),
+        shards_opt=any(axes.opt for axes in plan.all_axes),
     )
 
 
