@@ -13,8 +13,9 @@ from amsp_jax.run.config import FIELDS
 from amsp_jax.runtime import exit_codes, output
 
 _LONGEST_MESSAGE = 600
-# A setting's name, then `=`, perhaps with a key; not the end of a longer word, and not a command's flag `--steps=3`.
-_ASSIGNED = re.compile(rf"(?<![\w./-])({'|'.join(FIELDS)})(?=(\['\w+'\])?=)")
+# A setting's name, then `=`, perhaps with a key; not the end of a longer word, and not a command's flag `--steps=3` or
+# `--search tensor=2`.
+_ASSIGNED = re.compile(rf"(?<![\w./-])(?<!--search )({'|'.join(FIELDS)})(?=(\['\w+'\])?=)")
 
 
 def run(main: Callable[[], None]) -> int:

@@ -16,10 +16,10 @@ import pytest
 from amsp_jax.errors import UserError
 from amsp_jax.runtime.launch import environment, rendezvous, setup
 from amsp_jax.runtime.launch.accelerator import count_gpus, find_platform
-from amsp_jax.runtime.launch.environment import _git_commit
 from amsp_jax.runtime.launch.grid import real_grid, share_gpus
 from amsp_jax.runtime.launch.processes import Processes, find_processes
 from amsp_jax.runtime.launch.program_cache import keep_programs
+from amsp_jax.runtime.launch.provenance import _git_commit
 from amsp_jax.runtime.launch.rendezvous import Facts, meet
 from amsp_jax.runtime.watchdog.messages import allow_connections
 

@@ -1,10 +1,10 @@
 """Every condition that the doctor knows, injected: each gives one line, none a traceback or a hang."""
 
 import dataclasses
-import errno
 import os
-import resource
-import socket
+import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,19 +14,8 @@ import numpy as np
 import pytest
 from doctor_fakes import SHEET, layout, raising, wait_for_the_stuck
 
-from amsp_jax.cli.doctor import (
-    Finding,
-    Report,
-    Status,
-    devices,
-    examine,
-    files,
-    findings,
-    machine,
-    merge,
-    packages,
-    ranges,
-)
+from amsp_jax.cli.doctor import devices, files, findings, machine, packages, requirements
+from amsp_jax.cli.doctor.findings import Finding, Report, Status, examine, merge, ranges
 from amsp_jax.errors import UserError
 from amsp_jax.runtime.launch.processes import Processes
 
@@ -143,7 +132,46 @@ def test_summary():
 
 
 def test_this_installation_is_fine():
-    assert statuses(packages.check_packages()) == [OK] * 3
+    assert statuses([requirements.check_imports(), *packages.check_packages()]) == [OK] * 4
+
+
+def test_a_package_that_cannot_be_imported_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    finding = requirements.check_imports(["numpy>=1", "orbax-checkpoint>=0.11", "no_such_package", "x; extra == 'y'"])
+    assert finding.status == FAIL
+    assert "orbax-checkpoint cannot be imported: ModuleNotFoundError: import of orbax.checkpoint" in finding.found
+    assert "; no_such_package cannot be imported: ModuleNotFoundError: No module named" in finding.found
+    assert finding.fix.endswith("--force-reinstall orbax-checkpoint no_such_package")
+    assert requirements.check_imports(["numpy>=1"]) == findings.ok("imports", "1 packages can be imported")
+
+
+def broken_module(folder, name):
+    """A package that is installed, but lacks one of its own requirements: it comes first on the path."""
+    (folder / f"{name}.py").write_text("import a_requirement_that_is_missing\n")
+
+
+def required_modules():
+    names = [re.match(r"[\w.-]+", text)[0] for text in requirements.project_requirements()[1]]
+    return sorted({requirements._MODULES.get(name, name).split(".")[0] for name in names} | {"jaxlib"})
+
+
+# The processes and devices start without these.
+NOT_NEEDED_TO_START = {"orbax", "gin", "grain", "etils", "tokenizers", "matplotlib"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", required_modules())
+def test_the_doctor_runs_where_a_package_is_broken(module, tmp_path):
+    broken_module(tmp_path, module)
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, "-m", "amsp_jax", "doctor", "--run-dir", str(tmp_path / "runs")]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1, done.stderr
+    # jaxlib's own C++ prints one where numpy is broken.
+    assert module == "numpy" or "Traceback" not in done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FAIL  imports ")]
+    assert " cannot be imported: " in line
+    assert ("ok    psum within nodes" in done.stdout) == (module in NOT_NEEDED_TO_START)
 
 
 @pytest.mark.parametrize(("running", "status"), [("3.10.4", FAIL), ("3.11.0", OK), ("3.13.1", OK)])
@@ -202,8 +230,8 @@ def test_jax_jaxlib_and_plugins(versions, found):
 
 
 def test_requirements_without_a_checkout(tmp_path):
-    python, requirements = packages.project_requirements(tmp_path / "pyproject.toml")
-    assert python == ">=3.11" and any(text.startswith("jax>=") for text in requirements)
+    python, texts = requirements.project_requirements(tmp_path / "pyproject.toml")
+    assert python == ">=3.11" and any(text.startswith("jax>=") for text in texts)
 
 
 # Machine
@@ -237,38 +265,6 @@ def test_names_are_looked_up():
     assert machine.resolve("no.such.host.invalid") is None
 
 
-INTERFACES = {"lo": True, "eth0": True, "eth1": False, "ib0": True, "docker0": True}
-
-
-@pytest.mark.parametrize(
-    ("setting", "status", "found"),
-    [
-        ("", OK, "eth0, ib0; NCCL_SOCKET_IFNAME unset"),
-        ("eth", OK, "selects eth0, eth1"),
-        ("hsn0", FAIL, "NCCL_SOCKET_IFNAME=hsn0 selects none of lo, eth0"),
-        ("eth1", FAIL, "selects eth1, which is down"),
-        ("=eth", FAIL, "selects none"),
-        ("=ib0,eth9", OK, "selects ib0"),
-        ("^docker,lo", OK, "selects eth0, eth1, ib0"),
-        ("^=eth0,lo,docker0,ib0", FAIL, "selects eth1, which is down"),
-    ],
-)
-def test_network_interfaces(setting, status, found):
-    environ = {"NCCL_SOCKET_IFNAME": setting} if setting else {}
-    (finding,) = machine.check_interfaces(environ, INTERFACES)
-    assert finding.status == status and found in finding.found
-    if status == FAIL:
-        assert "one of eth0, ib0" in finding.fix
-
-
-def test_interfaces_of_this_machine(tmp_path):
-    names = [name for _, name in socket.if_nameindex()]
-    assert machine.interfaces(tmp_path) == dict.fromkeys(names, True)
-    (tmp_path / "sys/class/net/lo").mkdir(parents=True)
-    (tmp_path / "sys/class/net/lo/operstate").write_text("down\n")
-    assert machine.interfaces(tmp_path)["lo"] is False
-
-
 def fake_statvfs(monkeypatch, **values):
     full = {"f_frsize": 4096, "f_blocks": 2**30, "f_bavail": 2**30, "f_files": 1000, "f_favail": 1000, **values}
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**full))
@@ -286,44 +282,15 @@ def test_shared_memory(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "fix"),
-    [
-        (1024, 1 << 20, "ulimit -n 65536"),
-        (1024, resource.RLIM_INFINITY, "ulimit -n 65536"),
-        (1024, 2048, "limits.conf"),
-        (1 << 20, 1 << 20, None),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
-    ],
-)
-def test_open_files(soft, hard, fix):
-    finding = machine.check_open_files(soft, hard)
-    assert finding.status == (WARN if fix else OK) and (fix or "") in finding.fix
-
-
-@pytest.mark.parametrize(
-    ("soft", "rdma", "status"), [(8 << 20, False, OK), (8 << 20, True, WARN), (resource.RLIM_INFINITY, True, OK)]
-)
-def test_locked_memory(soft, rdma, status):
-    assert machine.check_locked_memory(soft, rdma).status == status
-
-
-def test_rdma_adapters(tmp_path):
-    (tmp_path / "sys/class/infiniband").mkdir(parents=True)
-    assert not machine.has_rdma(tmp_path)
-    (tmp_path / "sys/class/cxi/cxi0").mkdir(parents=True)
-    assert machine.has_rdma(tmp_path)
-
-
-@pytest.mark.parametrize(
     ("processes", "checks"),
     [
-        (Processes(), ["host name", "network interfaces"]),
-        (Processes(coordinator="localhost:1", count=2), ["host name", "coordinator", "network interfaces"]),
+        (Processes(), ["host name"]),
+        (Processes(coordinator="localhost:1", count=2), ["host name", "coordinator"]),
     ],
 )
 def test_this_machine(processes, checks):
     found = list(machine.check_machine(processes, {}))
-    assert [finding.check for finding in found] == [*checks, "shared memory", "open files", "locked memory"]
+    assert [finding.check for finding in found] == [*checks, "shared memory"]
     assert FAIL not in statuses(found)
 
 
@@ -331,20 +298,18 @@ def test_this_machine(processes, checks):
 
 
 def test_a_folder_that_is_not_there_yet(tmp_path):
-    found = list(files.check_run_folder(tmp_path / "runs" / "1"))
-    assert [finding.check for finding in found] == [
-        *("run folder", "run folder: space", "run folder: writing", "run folder: locks"),
-    ]
-    assert found[0].status == found[3].status == OK and str(tmp_path) in found[0].found
+    found = list(files.check_folder("run folder", tmp_path / "runs" / "1"))
+    assert [finding.check for finding in found] == ["run folder", "run folder: space"]
+    assert found[0].status == OK and str(tmp_path) in found[0].found
     assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
-    (finding,) = files.check_run_folder(tmp_path / "file")
+    (finding,) = files.check_folder("run folder", tmp_path / "file")
     assert finding.status == FAIL and "it is a file" in finding.found
     # Root may write everywhere but here.
-    (finding,) = files.check_run_folder(Path("/proc/runs"))
+    (finding,) = files.check_folder("run folder", Path("/proc/runs"))
     assert finding.status == FAIL and finding.found.startswith("/proc: ")
 
 
@@ -361,29 +326,6 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 def test_space(monkeypatch, tmp_path, values, status, found):
     finding = files.check_space("disk", tmp_path, fake_statvfs(monkeypatch, **values))
     assert finding.status == status and found in finding.found
-
-
-def test_a_slow_disk(monkeypatch, tmp_path):
-    assert files.time_writes(tmp_path) > 0
-    assert files.check_write_time("disk", 0.01).status == OK
-    assert files.check_write_time("disk", 2.0).status == WARN
-    release = threading.Event()
-    monkeypatch.setattr(os, "fsync", lambda file: release.wait(60))
-    stuck = examine("disk", lambda: [files.time_writes(tmp_path)], limit_s=0.1, if_stuck="another disk")
-    release.set()
-    assert stuck == ([Finding("disk", FAIL, "no answer within 0.1 s", "another disk")], False)
-    wait_for_the_stuck()
-
-
-def test_locks(tmp_path):
-    def refuse(file, operation):
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    assert files.check_locks("locks", tmp_path).status == OK
-    none = files.check_locks("locks", tmp_path, refuse)
-    assert none.status == WARN and "no locks here (Function not implemented)" in none.found
-    both = files.check_locks("locks", tmp_path, lambda file, operation: None)
-    assert both.status == WARN and both.found == "two can hold the same lock"
 
 
 # Devices

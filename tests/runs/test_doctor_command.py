@@ -14,13 +14,9 @@ from doctor_fakes import layout, raising, wait_for_the_stuck
 
 from amsp_jax.__main__ import parse_args
 from amsp_jax.cli.commands import doctor as command
-from amsp_jax.cli.doctor import (
-    Exchange,
-    Status,
-    findings,
-    merge,
-    shared,
-)
+from amsp_jax.cli.doctor import cluster, findings, shared_folder
+from amsp_jax.cli.doctor.findings import Status, merge
+from amsp_jax.cli.doctor.key_value_store import KeyValueStore
 from amsp_jax.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
@@ -32,31 +28,20 @@ OK, WARN, FAIL = Status.OK, Status.WARN, Status.FAIL
 # Between processes
 
 
-def test_alone_one_hears_oneself():
-    exchange = Exchange(0, 1)
-    exchange.tell("x", {"a": 1})
-    exchange.wait_for_all("y", 1)
-    assert exchange.hear_all("x", 1) == {0: {"a": 1}}
+def test_a_process_alone_reads_what_it_put():
+    store = KeyValueStore(0, 1)
+    store.put("x", {"a": 1})
+    store.wait_for_all("y", 1)
+    assert store.get_all("x", 1) == {0: {"a": 1}}
 
 
 def test_files_that_processes_share(tmp_path):
-    import fcntl
-
     path = tmp_path / "file"
     path.write_text("token")
-    assert shared.check_shared(path, "token", 0).status == WARN
-    assert shared.check_shared(path, "other", 0).status == FAIL
-    with path.open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert shared.check_shared(path, "token", 0).status == OK
-    unseen = shared.check_shared(tmp_path / "elsewhere" / "file", "token", 0.3)
+    assert shared_folder.check_shared(path, "token", 0).status == OK
+    assert shared_folder.check_shared(path, "other", 0).status == FAIL
+    unseen = shared_folder.check_shared(tmp_path / "elsewhere" / "file", "token", 0.3)
     assert unseen.status == FAIL and "does not see process 0's file" in unseen.found
-
-
-def test_clocks():
-    assert shared.check_clocks({0: 100.0, 1: 100.5}).status == OK
-    finding = shared.check_clocks({0: 100.0, 1: 100.1, 2: 40.0, 3: 103.0})
-    assert finding.status == WARN and finding.found == "processes 2-3 differ from process 0's by up to -60 s"
 
 
 # The command
@@ -85,13 +70,14 @@ def test_json(capfd, tmp_path):
     (tmp_path / "file").touch()
     assert run_here("--json", "--run-dir", str(tmp_path / "file")) == 1
     said = json.loads(capfd.readouterr().out)
+    bad = [finding for finding in said["findings"] if finding["status"] == "FAIL"]
+    assert [finding["check"] for finding in bad] == ["run folder"], bad
     assert not said["ok"] and said["counts"]["FAIL"] == 1 and sum(said["counts"].values()) == len(said["findings"])
-    (bad,) = [finding for finding in said["findings"] if finding["status"] == "FAIL"]
-    assert bad["check"] == "run folder" and bad["fix"]
+    assert bad[0]["fix"]
 
 
 def test_devices_that_cannot_start(capfd, monkeypatch, tmp_path):
-    monkeypatch.setattr(command.launch, "setup", raising(RuntimeError("no\ndriver")))
+    monkeypatch.setattr(cluster.launch, "setup", raising(RuntimeError("no\ndriver")))
     assert run_here("--run-dir", str(tmp_path)) == 1
     assert "FAIL  start                   RuntimeError: no driver -> check the driver" in capfd.readouterr().out
 
@@ -119,8 +105,8 @@ def test_mistakes_in_arguments(arguments, message):
 
 def test_a_collective_that_hangs_ends_the_checks_of_collectives(monkeypatch):
     release = threading.Event()
-    monkeypatch.setattr(command.doctor, "check_psum", lambda name, layout, axes: release.wait(60))
-    with contextlib.closing(command._try_collectives(layout(), 0.2)) as found:
+    monkeypatch.setattr(cluster, "check_psum", lambda name, layout, axes: release.wait(60))
+    with contextlib.closing(cluster._try_collectives(layout(), 0.2)) as found:
         (only,) = found
     release.set()
     wait_for_the_stuck()
@@ -129,13 +115,13 @@ def test_a_collective_that_hangs_ends_the_checks_of_collectives(monkeypatch):
 
 def test_a_process_that_does_not_report():
     fine = ["a", [["x", "ok", "fine", "", False]]]
-    (missing,) = command._missing({0: fine, 2: fine}, 4)
+    (missing,) = cluster._missing({0: fine, 2: fine}, 4)
     assert missing.status == FAIL and missing.found == "no report from 1, 3 of 4"
-    assert merge(command._reports({0: fine, 2: fine})) == [findings.ok("x", "fine")]
+    assert merge(cluster._reports({0: fine, 2: fine})) == [findings.ok("x", "fine")]
 
 
 def start(index, address, *arguments, patch=""):
-    code = "import sys, time\nfrom amsp_jax.cli import doctor\nfrom amsp_jax.runtime import launch\n"
+    code = "import sys, time\nfrom amsp_jax.cli.doctor import cluster\nfrom amsp_jax.runtime import launch\n"
     code += f"from amsp_jax.__main__ import main\n{patch}\nlaunch.end_process(main(sys.argv[1:]))"
     place = ["--coordinator", address, "--num-processes", "2", "--process-id", str(index)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
@@ -160,7 +146,7 @@ def test_two_processes_print_one_table(tmp_path):
     (code, out, err), (other_code, other_out, _) = run_two("--run-dir", str(tmp_path))
     assert code == other_code == 0, out + err
     assert other_out == ""
-    for name in ("coordinator", "shared run folder", "clocks", "psum within nodes", "psum across nodes"):
+    for name in ("coordinator", "shared run folder", "psum within nodes", "psum across nodes"):
         assert f"\nok    {name} " in out
     assert os.listdir(tmp_path) == ["cache"]
 
@@ -171,8 +157,8 @@ def test_two_processes_print_one_table(tmp_path):
     [
         # Not the first axis, which this process could sum alone.
         (
-            "real = doctor.check_psum; "
-            "doctor.check_psum = lambda name, *rest: time.sleep(60) if 'across' in name else real(name, *rest)",
+            "real = cluster.check_psum; "
+            "cluster.check_psum = lambda name, *rest: time.sleep(60) if 'across' in name else real(name, *rest)",
             ["--timeout", "5"],
             "FAIL  psum across nodes       no answer within 5 s",
         ),
@@ -182,7 +168,7 @@ def test_two_processes_print_one_table(tmp_path):
             "process 1 on {host}: 3.99.1 -> use the same in every process",
         ),
         (
-            "from amsp_jax.cli.doctor import shared; shared.check_shared.__code__ = "
+            "from amsp_jax.cli.doctor import shared_folder as shared; shared.check_shared.__code__ = "
             "(lambda path, token, timeout_s: shared.fail('shared run folder', 'not seen', 'share')).__code__; "
             "shared.check_shared.__globals__['shared'] = shared",
             [],
@@ -200,8 +186,8 @@ def test_two_processes_of_which_one_is_ill(tmp_path, patch, arguments, found):
 def test_a_process_that_dies_is_named(tmp_path):
     (code, out, err), (other_code, _, _) = run_two(
         *("--run-dir", str(tmp_path), "--timeout", "5"),
-        patch="import os; doctor.check_memory = lambda _: os._exit(9)",
-        first="from amsp_jax.cli.commands import doctor as command; command._REPORT_S = command._SHARED_S = 10.0",
+        patch="import os; cluster.check_memory = lambda _: os._exit(9)",
+        first="cluster._REPORT_S = cluster._SHARED_S = 10.0",
     )
     assert (code, other_code) == (1, 9), err
     assert "FAIL  processes               no report from 1 of 2 -> " in out

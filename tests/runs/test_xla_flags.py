@@ -15,9 +15,9 @@ from amsp_jax.engine.collectives import Reduction
 from amsp_jax.errors import UserError
 from amsp_jax.models.registry import build_model
 from amsp_jax.runtime.launch import gpu_generation as generation
-from amsp_jax.runtime.launch.environment import _variables
 from amsp_jax.runtime.launch.gpu_generation import find_generation
 from amsp_jax.runtime.launch.profile import find_profile
+from amsp_jax.runtime.launch.provenance import _variables
 from amsp_jax.strategy import DataRanks, parse
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -54,7 +54,7 @@ def test_two_configs_share_no_dictionary() -> None:
         ("seq_len=7: it must", "SEQ_LEN=7: it must"),
         ("strategy='auto'; (remat='full')", "STRATEGY='auto'; (REMAT='full')"),
         ("model_overrides['attention']=None now", "MODEL_OVERRIDES['attention']=None now"),
-        ("the seq_len of model, --steps=3, x.steps=3, num_steps=3, keep=2", None),
+        ("the seq_len of model, --steps=3, --search tensor=2, x.steps=3, num_steps=3, keep=2", None),
     ],
 )
 def test_settings_in_messages_become_macros(said: str, spelled: str | None) -> None:

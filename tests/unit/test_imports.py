@@ -160,6 +160,15 @@ def test_importing_changes_no_setting_and_starts_no_backend():
     )
 
 
+def test_the_names_of_the_launch_package_are_not_modules_of_it():
+    """A module that is imported takes its name in the package, and would hide a function of that name."""
+    from amsp_jax.runtime import launch
+
+    modules = {path.stem for path in (PACKAGE / "runtime" / "launch").glob("*.py")}
+    assert not modules & set(launch._HOME)
+    assert all(getattr(launch, name) is not None for name in launch._HOME)
+
+
 def test_public_names_are_those_of_their_modules():
     import amsp_jax
 

@@ -1,23 +1,16 @@
-"""The file systems of the run folder and the cache: space, writing, speed, locks."""
+"""The file systems of the run folder and the cache: writing and free space."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
-from amsp_jax.cli.doctor.findings import Finding, Status, fail, ok, warn
+from amsp_jax.cli.doctor.findings import Finding, fail, ok, warn
 
 _GIB = 2**30
 _FAIL_FREE_BYTES, _WARN_FREE_BYTES = 100 * 2**20, 10 * _GIB
-_NUM_WRITES, _WRITE_BYTES = 5, 4096
-_SLOW_WRITE_S = 0.5
 
 
 def nearest_folder(path: Path) -> Path:
@@ -26,18 +19,8 @@ def nearest_folder(path: Path) -> Path:
     return next(folder for folder in (absolute, *absolute.parents) if folder.exists())
 
 
-def check_run_folder(path: Path) -> Iterator[Finding]:
-    """Also whether two commands that train into one folder would notice each other."""
-    check = "run folder"
-    for finding in check_folder(check, path):
-        yield finding
-        if finding.status == Status.FAIL and finding.check == check:
-            return
-    yield check_locks(f"{check}: locks", path)
-
-
 def check_folder(check: str, path: Path) -> Iterator[Finding]:
-    """Whether a folder can be written, and how well; the checks that need writing are left out where it cannot.
+    """Whether a folder can be written, and its free space where it can.
 
     Args:
       check: its name in the table, such as `run folder`.
@@ -50,7 +33,6 @@ def check_folder(check: str, path: Path) -> Iterator[Finding]:
         return
     yield ok(check, f"{folder} can be written")
     yield check_space(f"{check}: space", folder, os.statvfs(folder))
-    yield check_write_time(f"{check}: writing", time_writes(folder))
 
 
 def writing_problem(folder: Path) -> str | None:
@@ -79,40 +61,3 @@ def check_space(check: str, folder: Path, stat: os.statvfs_result) -> Finding:
     if free < _WARN_FREE_BYTES:
         return warn(check, found, "a checkpoint takes 12 bytes a parameter: see that the checkpoints kept will fit")
     return ok(check, found)
-
-
-def time_writes(folder: Path) -> float:
-    """Seconds that 4 KiB take to reach the disk: the median of a few."""
-    times = []
-    with tempfile.TemporaryFile(dir=folder) as file:
-        for _ in range(_NUM_WRITES):
-            begin = time.perf_counter()
-            file.write(bytes(_WRITE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-            times.append(time.perf_counter() - begin)
-    return statistics.median(times)
-
-
-def check_write_time(check: str, seconds: float) -> Finding:
-    """`time_writes`' answer as a finding."""
-    found = f"{_WRITE_BYTES} bytes are on the disk in {1e3 * seconds:.2g} ms"
-    if seconds > _SLOW_WRITE_S:
-        return warn(check, found, "the disk is slow or busy: saves will take long; choose another if there is one")
-    return ok(check, found)
-
-
-def check_locks(check: str, path: Path, flock: Callable[[IO[bytes], int], None] = fcntl.flock) -> Finding:
-    """Whether a second taker of a lock is refused, as two commands that train into one folder must be."""
-    with tempfile.NamedTemporaryFile(dir=nearest_folder(path)) as first, open(first.name, "ab") as second:
-        try:
-            flock(first.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                return ok(check, "a second command would be kept out")
-            problem = f"no locks here ({error.strerror})"
-        else:
-            problem = "two can hold the same lock"
-    fix = "take care that no two commands use one run folder; or mount it with locks (Lustre: -o flock)"
-    return warn(check, problem, fix)

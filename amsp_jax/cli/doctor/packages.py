@@ -5,18 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from amsp_jax.cli.doctor.findings import Finding, fail, ok
+from amsp_jax.cli.doctor.requirements import project_requirements, requirements_of
 
-_OURS = "amsp-jax"
-_PYPROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
 _PLUGIN = re.compile(r"jax-(cuda|rocm)\d*-(plugin|pjrt)")
 _JAX = re.compile(rf"jax|jaxlib|{_PLUGIN.pattern}")
 
@@ -27,7 +24,7 @@ def check_packages() -> Iterator[Finding]:
     python, requirements = project_requirements()
     yield check_python(platform.python_version(), python)
     yield check_minimums(requirements, installed)
-    yield check_jax({name: _requires(name) for name in installed if _JAX.fullmatch(name)}, installed)
+    yield check_jax({name: requirements_of(name) for name in installed if _JAX.fullmatch(name)}, installed)
 
 
 def check_python(running: str, wanted: str) -> Finding:
@@ -100,16 +97,3 @@ def installed_versions() -> dict[str, str]:
         if distribution.metadata["Name"]:
             found.setdefault(canonicalize_name(distribution.metadata["Name"]), distribution.version)
     return found
-
-
-def project_requirements(pyproject: Path = _PYPROJECT) -> tuple[str, Sequence[str]]:
-    """The Python and the packages that the project needs: by its checkout, else by what is installed."""
-    if pyproject.is_file():
-        project = tomllib.loads(pyproject.read_text())["project"]
-        return project["requires-python"], project["dependencies"]
-    metadata = importlib.metadata.metadata(_OURS)
-    return metadata["Requires-Python"], _requires(_OURS)
-
-
-def _requires(name: str) -> Sequence[str]:
-    return importlib.metadata.requires(name) or ()

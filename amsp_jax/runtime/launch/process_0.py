@@ -13,7 +13,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from orbax.checkpoint import multihost
 
 from amsp_jax.errors import UserError
 from amsp_jax.runtime.output import spelled
@@ -33,6 +32,9 @@ def from_process_0(make: Callable[[], Any]) -> Any:
     """
     if jax.process_count() == 1:
         return make()
+    # Imported here, so that a single process needs no orbax to start.
+    from orbax.checkpoint import multihost
+
     answer: dict[str, Any] = {}
     if jax.process_index() == 0:
         try:

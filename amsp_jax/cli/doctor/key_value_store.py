@@ -1,4 +1,4 @@
-"""Words between the processes of a run that need no collective, as collectives are what may be broken."""
+"""JSON values that the processes of a run exchange without a collective, as collectives are what may be broken."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ import jax
 from jax._src import distributed
 
 
-class Exchange:
-    """Values by name and process, in the store that jax's coordinator keeps; alone, a process hears itself."""
+class KeyValueStore:
+    """Values by name and process, in the store that jax's coordinator keeps; a process alone reads its own."""
 
     def __init__(self, index: int, count: int) -> None:
         self.index, self.count = index, count
         self._own: dict[str, str] = {}
 
-    def tell(self, name: str, value: Any) -> None:
+    def put(self, name: str, value: Any) -> None:
         """Publishes a JSON value under this process's number."""
         text = json.dumps(value)
         self._own[name] = text
         if self.count > 1:
             self._client.key_value_set(self._key(name, self.index), text)
 
-    def hear(self, name: str, process: int, timeout_s: float) -> Any:
-        """What that process told.
+    def get(self, name: str, process: int, timeout_s: float) -> Any:
+        """Returns the value that this process has put.
 
         Raises:
-          TimeoutError: nothing, within `timeout_s`.
+          TimeoutError: the process put nothing within `timeout_s`.
         """
         if process == self.index:
             return json.loads(self._own[name])
         try:
             text = self._client.blocking_key_value_get(self._key(name, process), max(int(1000 * timeout_s), 1))
         except jax.errors.JaxRuntimeError as error:
-            raise TimeoutError(f"process {process} said no '{name}' within {timeout_s:.3g} s") from error
+            raise TimeoutError(f"process {process} put no '{name}' within {timeout_s:.3g} s") from error
         return json.loads(text)
 
-    def hear_all(self, name: str, timeout_s: float) -> dict[int, Any]:
-        """By number, what each process told; those that told nothing in `timeout_s`, for all together, are left out."""
-        deadline, heard = time.monotonic() + timeout_s, {}
+    def get_all(self, name: str, timeout_s: float) -> dict[int, Any]:
+        """Returns the values by process; processes that put nothing are left out after `timeout_s` for all together."""
+        deadline, found = time.monotonic() + timeout_s, {}
         for process in range(self.count):
             try:
-                heard[process] = self.hear(name, process, deadline - time.monotonic())
+                found[process] = self.get(name, process, deadline - time.monotonic())
             except TimeoutError:
                 continue
-        return heard
+        return found
 
     def wait_for_all(self, name: str, timeout_s: float) -> None:
         """Returns at about the same moment in every process.
