@@ -39,6 +39,7 @@ def two_processes(run_dir, stop_after):
     return json.loads(outputs[0][0].split("RESULT")[1])
 
 
+@pytest.mark.slow
 def test_two_processes_with_their_own_iterators_give_the_numbers_of_one(undisturbed, tmp_path):
     two_processes(tmp_path / "run", "2")
     with pytest.raises(UserError, match="2 processes, and this run has 1"):
