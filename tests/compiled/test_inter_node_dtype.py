@@ -210,7 +210,7 @@ def test_the_planner_expects_less_time_where_gradients_cross_nodes(strategy, is_
 
 @pytest.mark.parametrize(("dtype", "wire"), [("int8", None), ("float32", "int16"), ("bool", None)])
 def test_gradients_travel_in_floating_point(dtype, wire):
-    with pytest.raises(UserError, match="_dtype=.*floating point"):
+    with pytest.raises(UserError, match="_dtype=.*floating-point"):
         Reduction.of(dtype, wire)
 
 
