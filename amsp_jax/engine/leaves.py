@@ -231,8 +231,8 @@ def _choose_split(
     if padded is None and not split.replicate:
         most = max(split.units)
         raise UserError(
-            f"TENSOR={num_ranks} is more than the {most} {split.name} of {path} (dimension {split.dim}, {length} "
-            f"long); choose TENSOR={most} or fewer"
+            f"tensor={num_ranks} is more than the {most} {split.name} of {path} (dimension {split.dim}, {length} "
+            f"long); choose tensor={most} or fewer"
         )
     if padded is None:
         return None, 0, f"whole on each of {num_ranks} tensor ranks: it has {max(split.units)} {split.name}"

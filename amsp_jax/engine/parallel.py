@@ -36,7 +36,7 @@ class ModelParallel:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if type(value) is not int or value < 1:
-                raise UserError(f"{field.name.upper()}={value!r}: it must be an integer of at least 1")
+                raise UserError(f"{field.name}={value!r}: it must be an integer of at least 1")
 
     @property
     def total(self) -> int:
@@ -67,20 +67,20 @@ class ModelParallel:
             )
         if devices_per_node % inner:
             raise UserError(
-                f"TENSOR={self.tensor} x CONTEXT={self.context} = {inner} must divide the {devices_per_node} devices "
+                f"tensor={self.tensor} x context={self.context} = {inner} must divide the {devices_per_node} devices "
                 f"of a node, so that each group lies inside one; {_nearest(_divisors(devices_per_node), inner)} would"
             )
         per_stage = total // self.pipeline
         if per_stage % devices_per_node and devices_per_node % per_stage:
             raise UserError(
-                f"PIPELINE={self.pipeline} stages of {per_stage} devices fill neither whole nodes of "
+                f"pipeline={self.pipeline} stages of {per_stage} devices fill neither whole nodes of "
                 f"{devices_per_node} nor equal parts of one; {_nearest(stages, self.pipeline)} would"
             )
         return DataRanks(min(per_stage, devices_per_node) // inner, max(1, per_stage // devices_per_node))
 
     def __str__(self) -> str:
-        sizes = {"PIPELINE": self.pipeline, "CONTEXT": self.context, "TENSOR": self.tensor}
-        return " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "PIPELINE=1"
+        sizes = {"pipeline": self.pipeline, "context": self.context, "tensor": self.tensor}
+        return " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "pipeline=1"
 
 
 def _stages(num_nodes: int, devices_per_node: int, inner: int, max_stages: int | None) -> list[int]:

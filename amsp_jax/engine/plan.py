@@ -317,7 +317,7 @@ def _compile(
     mesh = make_mesh(degrees, devices, parallel, rules)
     if not jnp.issubdtype(jnp.dtype(compute_dtype), jnp.floating):
         raise UserError(
-            f"compute_dtype={jnp.dtype(compute_dtype).name}: a model computes in a dtype of floating point, as bfloat16"
+            f"compute_dtype={jnp.dtype(compute_dtype).name}: a model computes in floating point, such as bfloat16"
         )
     planned = jax.tree.unflatten(structure, leaves)
     return Plan(mesh, degrees, planned, jnp.dtype(compute_dtype), strategy, model, parallel, rules)
@@ -325,7 +325,7 @@ def _compile(
 
 def _check_parallel(model: Model, parallel: ModelParallel, splits: Params | None) -> None:
     """Raises UserError unless the model is made for the parts that it is to be cut into."""
-    inner = {"TENSOR": parallel.tensor, "CONTEXT": parallel.context}
+    inner = {"tensor": parallel.tensor, "context": parallel.context}
     if splits is None and (asked := [f"{name}={size}" for name, size in inner.items() if size > 1]):
         raise UserError(
             f"{' and '.join(asked)}: {model.name} does not say how its parameters are split (Part.splits); "
@@ -333,11 +333,11 @@ def _check_parallel(model: Model, parallel: ModelParallel, splits: Params | None
         )
     if parallel.pipeline > 1 and not model.blocks:
         raise UserError(
-            f"PIPELINE={parallel.pipeline}: {model.name} declares no blocks that stages could share; leave it at 1"
+            f"pipeline={parallel.pipeline}: {model.name} declares no blocks that stages could share; leave it at 1"
         )
     if parallel.pipeline > max(1, len(model.blocks)):
         raise UserError(
-            f"PIPELINE={parallel.pipeline} is more stages than {model.name} has blocks, {len(model.blocks)}; "
+            f"pipeline={parallel.pipeline} is more stages than {model.name} has blocks, {len(model.blocks)}; "
             f"choose at most {len(model.blocks)}"
         )
 

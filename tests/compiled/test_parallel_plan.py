@@ -90,7 +90,7 @@ def test_context_ranks_hold_equal_states():
 
 def test_padding_for_tensor_ranks_is_printed():
     text = str(plan(build_model("llama-tiny", ODD), "ddp", 1, 4, tensor=4))
-    assert "parallel  TENSOR=4" in text
+    assert "parallel  tensor=4" in text
     for line in (
         "  embed.table: dimension 0, 61 vocabulary entries, padded 61 -> 64 for 4 tensor ranks",
         "  blocks.*.attention.q.kernel: dimension 1, 6 heads, padded 60 -> 80 for 4 tensor ranks",
@@ -113,14 +113,14 @@ BLOCKLESS = Model.from_loss(lambda params, batch, rng: ((jnp.sum(params), 1.0), 
 @pytest.mark.parametrize(
     ("nodes", "per_node", "parallel", "message"),
     [
-        (1, 8, {"pipeline": 8}, "PIPELINE=8 is more stages than llama-tiny has blocks, 4; choose at most 4"),
-        (1, 8, {"tensor": 8}, r"TENSOR=8 is more than the 4 heads of blocks.0.*; choose TENSOR=4 or fewer"),
-        (1, 8, {"tensor": 3}, "TENSOR=3 take 3 devices, which do not divide the 8 devices .* 2 or 4 would"),
-        (1, 8, {"tensor": 16}, "TENSOR=16 take 16 devices, which do not divide the 8 devices .* 4 or 8 would"),
-        (2, 6, {"tensor": 4}, r"TENSOR=4 x CONTEXT=1 = 4 must divide the 6 devices of a node.*; 2 or 3 would"),
-        (2, 4, {"tensor": 4, "context": 2}, "TENSOR=4 x CONTEXT=2 = 8 must divide the 4 devices of a node"),
-        (3, 8, {"pipeline": 4}, "PIPELINE=4 stages of 6 devices fill neither .* 3 or 6 would"),
-        (1, 8, {"tensor": 0}, "TENSOR=0: it must be an integer of at least 1"),
+        (1, 8, {"pipeline": 8}, "pipeline=8 is more stages than llama-tiny has blocks, 4; choose at most 4"),
+        (1, 8, {"tensor": 8}, r"tensor=8 is more than the 4 heads of blocks.0.*; choose tensor=4 or fewer"),
+        (1, 8, {"tensor": 3}, "tensor=3 take 3 devices, which do not divide the 8 devices .* 2 or 4 would"),
+        (1, 8, {"tensor": 16}, "tensor=16 take 16 devices, which do not divide the 8 devices .* 4 or 8 would"),
+        (2, 6, {"tensor": 4}, r"tensor=4 x context=1 = 4 must divide the 6 devices of a node.*; 2 or 3 would"),
+        (2, 4, {"tensor": 4, "context": 2}, "tensor=4 x context=2 = 8 must divide the 4 devices of a node"),
+        (3, 8, {"pipeline": 4}, "pipeline=4 stages of 6 devices fill neither .* 3 or 6 would"),
+        (1, 8, {"tensor": 0}, "tensor=0: it must be an integer of at least 1"),
     ],
 )
 def test_layouts_that_do_not_fit(nodes, per_node, parallel, message):
@@ -132,12 +132,12 @@ def test_layouts_that_do_not_fit(nodes, per_node, parallel, message):
 @pytest.mark.parametrize(
     ("nodes", "per_node", "parallel", "blocks", "message"),
     [
-        (1, 8, {"pipeline": 64}, 4, "PIPELINE=64 take 64 devices, .* 8 devices of 1 nodes x 8; 2 or 4 would"),
-        (1, 8, {"pipeline": 64}, 0, "PIPELINE=64 take 64 devices, .*; 1 would"),
-        (1, 8, {"pipeline": 16, "tensor": 2}, 2, "PIPELINE=16 x TENSOR=2 take 32 devices, .*; 2 or 4 would"),
-        (1, 8, {"pipeline": 3, "tensor": 3}, 4, "PIPELINE=3 x TENSOR=3 take 9 devices, .*; 4 or 8 would"),
-        (3, 8, {"pipeline": 5}, 40, "PIPELINE=5 take 5 devices, .*; 3 or 6 would"),
-        (3, 8, {"pipeline": 4}, 4, "PIPELINE=4 stages of 6 devices fill neither .*; 1 or 3 would"),
+        (1, 8, {"pipeline": 64}, 4, "pipeline=64 take 64 devices, .* 8 devices of 1 nodes x 8; 2 or 4 would"),
+        (1, 8, {"pipeline": 64}, 0, "pipeline=64 take 64 devices, .*; 1 would"),
+        (1, 8, {"pipeline": 16, "tensor": 2}, 2, "pipeline=16 x tensor=2 take 32 devices, .*; 2 or 4 would"),
+        (1, 8, {"pipeline": 3, "tensor": 3}, 4, "pipeline=3 x tensor=3 take 9 devices, .*; 4 or 8 would"),
+        (3, 8, {"pipeline": 5}, 40, "pipeline=5 take 5 devices, .*; 3 or 6 would"),
+        (3, 8, {"pipeline": 4}, 4, "pipeline=4 stages of 6 devices fill neither .*; 1 or 3 would"),
     ],
 )
 def test_only_numbers_of_stages_that_the_blocks_allow_are_suggested(nodes, per_node, parallel, blocks, message):
@@ -156,9 +156,9 @@ def test_what_is_suggested_is_taken(grid, tensor):
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        ({"tensor": 2}, "^TENSOR=2: model does not say how its parameters are split"),
-        ({"tensor": 2, "context": 2}, "^TENSOR=2 and CONTEXT=2: model does not say"),
-        ({"pipeline": 2}, "PIPELINE=2: model declares no blocks"),
+        ({"tensor": 2}, "^tensor=2: model does not say how its parameters are split"),
+        ({"tensor": 2, "context": 2}, "^tensor=2 and context=2: model does not say"),
+        ({"pipeline": 2}, "pipeline=2: model declares no blocks"),
     ],
 )
 def test_models_that_are_not_made_for_it(parallel, message):
@@ -168,7 +168,7 @@ def test_models_that_are_not_made_for_it(parallel, message):
 
 def test_a_part_without_splits_names_the_model():
     head = Part(TINY.head.init, TINY.head.apply)
-    with pytest.raises(UserError, match="^TENSOR=2: llama-tiny does not say"):
+    with pytest.raises(UserError, match="^tensor=2: llama-tiny does not say"):
         plan(dataclasses.replace(TINY, head=head), "zero1", 1, 8, tensor=2)
 
 

@@ -181,7 +181,7 @@ def test_a_wrong_flag_is_one_line(text, message):
         ({"pipeline": 4, "microbatch": 32}, "fewer than the pipeline=4"),
         ({"pipeline": 4, "virtual_stages": 2}, "8 virtual stages, and each needs a block"),
         ({"pipeline": 2, "virtual_stages": 2, "tensor": 2, "microbatch": 32}, "fewer than the pipeline=2"),
-        ({"tensor": 4, "strategy": "ddp"}, "TENSOR=4 is more than the 2"),
+        ({"tensor": 4, "strategy": "ddp"}, "tensor=4 is more than the 2"),
         ({"strategy": "mics(3)"}, "does not fit"),
     ],
 )
