@@ -125,7 +125,7 @@ class Loop:
         """Starts a step, hears of the step before, and of this one too where a hook needs its state."""
         number = self._run.started_step + 1
         # A process whose data do not come is then a step behind the others.
-        batch = next(batches)
+        batch = self._next(batches)
         own_watch().step(number, self._job.config.hang_timeout_s)
         state, metrics = self._step(self._run.next_state, batch)
         self._run.stepped(number, state)
@@ -140,6 +140,24 @@ class Loop:
             self._reporter.flush()
             batches.settle(_SETTLE_S)
             self._reporter.start_clock()
+
+    def _next(self, batches: Prefetcher[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+        """The next batch; where the data fail, what was trained is saved before the error goes on."""
+        try:
+            return next(batches)
+        except Exception as error:
+            run = self._run
+            # Of several processes the others are in the step already, and would not come to save with this one.
+            if jax.process_count() > 1 or run.started_step == run.first_step:
+                raise
+            self._reporter.flush()
+            self._save()
+            self._checkpointer.wait()
+            saved = f"step {run.started_step} is saved in {run.run_dir}"
+            if isinstance(error, UserError):
+                raise UserError(f"{str(error).rstrip('.')}; {saved}") from error.__cause__
+            error.add_note(saved)
+            raise
 
     def _stepped(self, row: TrainRow) -> None:
         self._run.step = row.step

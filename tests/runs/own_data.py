@@ -54,6 +54,24 @@ class Validation:
         return {"tokens": chosen[:, :-1], "targets": chosen[:, 1:]}
 
 
+class Ending(Mine):
+    """Ends after three batches."""
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        if self.step == 3:
+            raise StopIteration
+        return super().__next__()
+
+
+class Failing(Mine):
+    """Has a fault of its own at the fourth batch."""
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        if self.step == 3:
+            raise KeyError("page 7")
+        return super().__next__()
+
+
 def grain_iterator(index: int, count: int) -> object:
     dataset = grain.MapDataset.range(1000).seed(0).shuffle().map(lambda i: global_rows(i)[0])
     share = dataset[index::count].to_iter_dataset().batch(BATCH // count)
@@ -72,7 +90,7 @@ def main(
         warmup_steps=1, learning_rate=0.01, compute_dtype="float32", stop_after=int(stop_after) or None, eval_every=3,
     )  # fmt: skip
     built = cli.build_model(config)
-    make = {"mine": Mine, "grain": grain_iterator}[kind]
+    make = {"mine": Mine, "ending": Ending, "failing": Failing, "grain": grain_iterator}[kind]
     data = from_iterator(make(int(process_id), count), fingerprint="own rows")
     run = Trainer(
         built.model, config=config, vocab_size=built.vocab_size, layout=layout, data=data, validation=Validation()

@@ -28,6 +28,22 @@ def test_a_run_that_was_stopped_continues_with_the_right_batch(undisturbed, tmp_
     assert own_data.main(tmp_path / "run", kind, "0") == undisturbed[kind]
 
 
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        ("ending", UserError, ["from_iterator(Ending) ended after 3 batches", "step 3 is saved in"]),
+        ("failing", KeyError, ["page 7", "in data=from_iterator(Failing), step 4", "step 3 is saved in"]),
+    ],
+)
+def test_what_was_trained_is_saved_where_the_data_fail(undisturbed, tmp_path, kind, error, words):
+    with pytest.raises(error) as raised:
+        own_data.main(tmp_path / "run", kind, "0")
+    said = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert all(word in said for word in words), said
+    # The same data, mended.
+    assert own_data.main(tmp_path / "run", "mine", "0") == undisturbed["mine"]
+
+
 def two_processes(run_dir, stop_after):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"

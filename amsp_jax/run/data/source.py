@@ -123,7 +123,11 @@ class SourceDataset:
         wanted = numbers[is_there]
         if isinstance(self.source, MapSource):
             wanted = wanted + step * self.global_batch
-        given = self.source.rows(step, wanted) if is_there.any() else {}
+        try:
+            given = self.source.rows(step, wanted) if is_there.any() else {}
+        except Exception as error:
+            error.add_note(f"in {self.name}, step {step + 1}")
+            raise
         found = self._checked(given, step, int(is_there.sum()))
         if is_there.all():
             return found
