@@ -11,7 +11,9 @@ must be a pure function; randomness comes from `rng`, one key per row of the mic
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -87,6 +89,31 @@ class Part:
         Raises:
           UserError: the module holds state that is not a parameter (batch statistics, RNG counters).
         """
+        pure = _PureModule.of(make)
+
+        def apply(tree: Params, *args: Any) -> Any:
+            module = pure.module(tree)
+            return call(module, *args) if call else module(*args)
+
+        return cls(pure.init, apply, pure.splits)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _PureModule:
+    """A Flax NNX module apart from its parameters.
+
+    Attributes:
+      make: makes the module from its random streams.
+      graph, like: the module without values, and its abstract parameters.
+    """
+
+    make: Callable[[nnx.Rngs], nnx.Module]
+    graph: Any
+    like: nnx.State
+
+    @classmethod
+    def of(cls, make: Callable[[nnx.Rngs], nnx.Module]) -> _PureModule:
+        """Raises UserError where the module holds state that is not a parameter."""
         abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
         graph, params, others = nnx.split(abstract, nnx.Param, ...)  # type: ignore[misc]
         variables = jax.tree.leaves(others, is_leaf=lambda v: isinstance(v, nnx.Variable))
@@ -95,15 +122,20 @@ class Part:
                 f"{type(abstract).__name__} holds variables that are not nnx.Param ({', '.join(sorted(kinds))}); a "
                 "part is a pure function of its parameters. Take randomness from the `rng` argument, keep no state."
             )
+        return cls(make, graph, params)
 
-        def init(key: jax.Array) -> Params:
-            return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(key)), nnx.Param))
+    def init(self, key: jax.Array) -> Params:
+        """Fresh parameters."""
+        return nnx.to_pure_dict(nnx.state(self.make(nnx.Rngs(key)), nnx.Param))
 
-        def apply(tree: Params, *args: Any) -> Any:
-            module = nnx.merge(graph, _as_state(params, tree))
-            return call(module, *args) if call else module(*args)
+    def module(self, tree: Params) -> Any:
+        """The module with these parameters."""
+        return nnx.merge(self.graph, _as_state(self.like, tree))
 
-        return cls(init, apply, _splits(params))
+    @property
+    def splits(self) -> Params | None:
+        """A `Split` or None in place of each parameter; None if one says nothing of it."""
+        return _splits(self.like)
 
 
 def _splits(params: nnx.State) -> Params | None:
@@ -200,6 +232,70 @@ class Model:
         head = Part(init, lambda params, embed, x, batch, rng: loss(params, batch, rng))
         return cls(name=name, head=head, numbers=numbers, split=lambda p: ({}, [], p), join=lambda e, b, h: h)
 
+    @classmethod
+    def from_nnx(
+        cls,
+        *,
+        embed: Callable[..., nnx.Module],
+        block: Callable[..., nnx.Module] | Sequence[Callable[..., nnx.Module]],
+        head: Callable[..., nnx.Module],
+        loss: Callable[[Any, Batch], LossOutput],
+        num_blocks: int | None = None,
+        tied: bool = False,
+        name: str = "model",
+        numbers: ModelNumbers | None = None,
+    ) -> Model:
+        """A model of Flax NNX modules: an embedding, blocks and a head, each a class or a function of `rngs`.
+
+        A module's `__call__` names what it takes. The embedding takes `tokens`, or other arrays of the batch by their
+        names; a block and the head take first what the module before them gives. All may take `batch`, and `rng`, one
+        random key per row: `jax.vmap(lambda key, row: self.dropout(row, rngs=key))(rng, x)`. Under every strategy
+        one block's parameters at a time are gathered.
+
+        Args:
+          embed, head: the first and the last module.
+          block: the blocks' module, `num_blocks` times; or a list with a module for each block.
+          loss: `loss(what the head gives, batch) -> ((loss_sum, weight_sum), aux)`; for tokens, `token_loss`.
+          num_blocks: number of blocks.
+          tied: the head's `__call__` takes `embed`, the embedding's module.
+          name: for messages and run folders.
+          numbers: for FLOPs.
+
+        Raises:
+          UserError: a number of blocks that contradicts the list, or a module that holds state.
+
+        Example:
+          >>> Model.from_nnx(embed=Embed, block=Block, num_blocks=24, head=Head, loss=token_loss)
+        """
+        makers = _block_makers(block, num_blocks)
+        first, last = _PureModule.of(_maker(embed)), _PureModule.of(_maker(head))
+        parts = {make: _block_part(_PureModule.of(_maker(make))) for make in dict.fromkeys(makers)}
+
+        def embedded(params: Params, batch: Batch, rng: jax.Array) -> Any:
+            module, offered = first.module(params), {"batch": batch, "rng": rng, **batch}
+            if "tokens" in batch and next(iter(inspect.signature(module.__call__).parameters), "") not in offered:
+                # As nnx.Embed, which calls them `inputs`.
+                return module(batch["tokens"], **_chosen(module, offered, skip=1))
+            return module(**_chosen(module, offered))
+
+        def output(head_params: Params, embed_params: Params | None, x: Any, offered: Mapping[str, Any]) -> Any:
+            module = last.module(head_params)
+            more = {"embed": first.module(embed_params)} if tied else {}
+            return module(x, **_chosen(module, {**offered, **more}, skip=1))
+
+        def head_loss(params: Params, embed_params: Params | None, x: Any, batch: Batch, rng: jax.Array) -> LossOutput:
+            return loss(output(params, embed_params, x, {"batch": batch, "rng": rng, **batch}), batch)
+
+        return cls(
+            name=name,
+            embed=Part(first.init, embedded, first.splits),
+            blocks=tuple(parts[make] for make in makers),
+            head=Part(last.init, head_loss, last.splits),
+            tied=tied,
+            logits=lambda params, embed_params, x: output(params, embed_params, x, {}),
+            numbers=numbers,
+        )
+
     @property
     def parts(self) -> tuple[Part, ...]:
         """Embedding, blocks, head."""
@@ -231,6 +327,69 @@ class Model:
         shapes = {init: jax.eval_shape(init, key) for init in {part.init for part in self.parts}}
         tree = self.join(shapes[self.embed.init], [shapes[block.init] for block in self.blocks], shapes[self.head.init])
         return jax.tree_util.tree_map_with_path(_float32, tree)
+
+
+def token_loss(logits: jax.Array, batch: Batch) -> LossOutput:
+    """Cross-entropy of logits [rows, seq, vocab] and `targets`, summed with `weights`, in float32."""
+    logits = logits.astype(jnp.float32)
+    right = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+    losses = jax.nn.logsumexp(logits, axis=-1) - right
+    return (jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])), {}
+
+
+def _maker(make: Callable[..., nnx.Module]) -> Callable[[nnx.Rngs], nnx.Module]:
+    """`make(rngs)`, also of a class that takes `rngs` by name alone, as those of Flax do."""
+    function: Any = make
+    while isinstance(function, functools.partial):
+        function = function.func
+    # The signature of an NNX class is that of its metaclass, which takes anything.
+    function = function.__init__ if inspect.isclass(function) else function
+    parameter = inspect.signature(function).parameters.get("rngs")
+    is_named = parameter is not None and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY
+    return (lambda rngs: make(rngs=rngs)) if is_named else make
+
+
+def _block_makers(
+    block: Callable[..., nnx.Module] | Sequence[Callable[..., nnx.Module]], num_blocks: int | None
+) -> list[Callable[..., nnx.Module]]:
+    if not callable(block):
+        if num_blocks not in (None, len(block)):
+            raise UserError(f"num_blocks={num_blocks} beside a list of {len(block)} blocks; leave num_blocks out")
+        return list(block)
+    if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 0:
+        raise UserError(f"num_blocks={num_blocks!r}: with one module for all blocks it must be a number of them")
+    return [block] * num_blocks
+
+
+def _block_part(pure: _PureModule) -> Part:
+    def apply(params: Params, x: Any, batch: Batch, rng: jax.Array) -> Any:
+        module = pure.module(params)
+        return module(x, **_chosen(module, {"batch": batch, "rng": rng, **batch}, skip=1))
+
+    return Part(pure.init, apply, pure.splits)
+
+
+def _chosen(module: Any, offered: Mapping[str, Any], skip: int = 0) -> dict[str, Any]:
+    """Of what is offered, the arguments that the module's `__call__` names; the first `skip` are given otherwise.
+
+    Raises:
+      UserError: it needs what is not offered.
+    """
+    chosen = {}
+    for parameter in list(inspect.signature(module.__call__).parameters.values())[skip:]:
+        if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            continue
+        if parameter.name in offered:
+            chosen[parameter.name] = offered[parameter.name]
+        elif parameter.default is inspect.Parameter.empty:
+            raise UserError(
+                f"{type(module).__name__}.__call__ takes {parameter.name!r}, but what it can take here is "
+                f"{', '.join(sorted(offered)) or 'nothing more'}{_TIED_HINT if parameter.name == 'embed' else ''}"
+            )
+    return chosen
+
+
+_TIED_HINT = "; a head that uses the embedding needs tied=True"
 
 
 def _float32(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

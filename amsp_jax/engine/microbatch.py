@@ -55,7 +55,7 @@ def summing_in_float32(model: Model) -> Model:
     a bfloat16 sum stands still at 256 tokens that are added one by one."""
 
     def apply(*args: Any) -> LossOutput:
-        output = model.head.apply(*args)
+        output = _applied(model, *args)
         try:
             (total, weight), aux = output
         except (TypeError, ValueError):
@@ -65,6 +65,19 @@ def summing_in_float32(model: Model) -> Model:
         return (jnp.asarray(total, jnp.float32), jnp.asarray(weight, jnp.float32)), aux
 
     return dataclasses.replace(model, head=dataclasses.replace(model.head, apply=apply))
+
+
+def _applied(model: Model, *args: Any) -> Any:
+    """What the head returns; a head that uses an embedding which it is not given gets more than Python's message."""
+    try:
+        return model.head.apply(*args)
+    except (TypeError, AttributeError) as error:
+        if model.tied or "NoneType" not in str(error):
+            raise
+        raise UserError(
+            f"the head of {model.name} uses its embedding's parameters, but gets None ({error}); say tied=True, with "
+            "which the head gets them"
+        ) from error
 
 
 def _not_sums(output: Any) -> UserError:

@@ -4,13 +4,15 @@ Two models: a pytree of parameters with a loss function, and Flax NNX modules wi
 gathered one block at a time. Both are written for one device.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
-from amsp_jax import DataRanks, Model, Part, init_state, make_plan, make_train_step, reshard
+from amsp_jax import DataRanks, Model, init_state, make_plan, make_train_step, reshard
 
 VOCAB, WIDTH = 256, 64
 MICROBATCHES, ROWS, SEQ = 2, 16, 8
@@ -63,23 +65,20 @@ class Block(nnx.Module):
         self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
         self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
 
-    def __call__(self, x, batch, rng):
+    def __call__(self, x, rng):
         """[rows, seq, width] to the same."""
         return x + jax.vmap(dropout)(rng, self.down(nnx.gelu(self.up(x))))
 
 
 def nnx_model(num_blocks=2):
-    """A model of blocks."""
-    return Model(
+    """A model of blocks. What takes `rngs` can be a module: a class, or a class with some arguments."""
+    return Model.from_nnx(
         name="residual-mlp",
-        embed=Part.from_nnx(
-            lambda rngs: nnx.Embed(VOCAB, WIDTH, rngs=rngs), lambda embed, batch, rng: embed(batch["tokens"])
-        ),
-        blocks=(Part.from_nnx(Block),) * num_blocks,
-        head=Part.from_nnx(
-            lambda rngs: nnx.Linear(WIDTH, VOCAB, use_bias=False, rngs=rngs),
-            lambda head, embed_params, x, batch, rng: cross_entropy(head(x), batch),
-        ),
+        embed=functools.partial(nnx.Embed, VOCAB, WIDTH),
+        block=Block,
+        num_blocks=num_blocks,
+        head=functools.partial(nnx.Linear, WIDTH, VOCAB, use_bias=False),
+        loss=cross_entropy,
     )
 
 
