@@ -83,6 +83,8 @@ def choose(resolved: Resolved) -> Choice:
         return Choice(strategy="ddp", lines=("one device has one strategy, ddp",), prediction=None)
     cluster, notes = _cluster(config, layout)
     made = from_process_0(lambda: _ranked(resolved, cluster))
+    if config.frozen:
+        notes = [*notes, "frozen parameters: bytes and reductions leave them out, the time to compute does not"]
     if layout.platform == "cpu":
         notes = [*notes, "simulated devices share this machine's cores: what is predicted of their times is rough"]
     return Choice(strategy=made["strategy"], lines=(*notes, *made["lines"]), prediction=made["prediction"])
@@ -125,6 +127,7 @@ def _ranked(resolved: Resolved, cluster: Cluster) -> dict:
         reduce_dtype=config.reduce_dtype,
         inter_node_dtype=config.inter_node_dtype,
         peel=config.peel,
+        frozen=tuple(config.frozen),
     )
     space = Space(
         microbatches=(config.microbatch,),

@@ -466,3 +466,14 @@ def test_every_kind_of_estimate_adds_up(scorer):
         timeline = scorer.estimate(point).timeline
         parts = timeline.compute_s + timeline.exposed_s + timeline.bubble_s
         assert timeline.step_s == pytest.approx(parts) and min(timeline.bubble_s, timeline.exposed_s) >= 0
+
+
+@pytest.mark.parametrize("frozen", [(), (r"embed\..*", r"blocks\.[01]\..*")])
+def test_no_step_is_shorter_than_its_bound_where_parts_have_no_large_leaf(frozen):
+    """Parts without a large trained leaf send nothing that a bound could count, not even a message of no bytes."""
+    cluster, space = named_cluster("h100", 2), Space(microbatches=(1, 2), remats=(Remat.FULL,), tensors=(1, 2))
+    job = dataclasses.replace(workload("llama-tiny"), seq_len=128, frozen=frozen)
+    every = search(job, cluster, space, num_exact=10_000)
+    bounds = Bounds(Scorer(job, cluster))
+    assert all(bounds.step_s(e.candidate) <= e.step_s * (1 + 1e-9) for e in every.ranked)
+    assert search(job, cluster, space, num_exact=1).best.step_s == every.best.step_s

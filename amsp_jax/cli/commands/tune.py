@@ -164,6 +164,9 @@ def _forecast(args: argparse.Namespace, config: TrainConfig, setup: TrialSetup, 
     is_cpu = find_platform(os.environ.get("JAX_PLATFORMS", ""))[0] == "cpu"
     if name is None and (kept := kept_calibration(setup, is_cpu)):
         name = str(kept)
+    if config.rules:
+        print("no forecast: the planner predicts one strategy for all leaves, and the run has RULES", flush=True)
+        return Forecast()
     if name is None:
         print("no forecast: neither --cluster nor a kept calibration", flush=True)
         return Forecast()
@@ -185,6 +188,7 @@ def _workload(config: TrainConfig, cluster: Cluster) -> Workload:
         reduce_dtype=config.reduce_dtype,
         inter_node_dtype=config.inter_node_dtype,
         peel=config.peel,
+        frozen=tuple(config.frozen),
     )
 
 

@@ -20,9 +20,8 @@ from amsp_jax.model import Model
 from amsp_jax.models.attention import choose_attention
 from amsp_jax.models.registry import build_model, model_config
 from amsp_jax.predict.cluster import Cluster, compute_capability, load_cluster, named_cluster
-from amsp_jax.predict.planner import Candidate, Estimate, Workload
+from amsp_jax.predict.planner import Candidate, Estimate, Workload, degrees_of
 from amsp_jax.predict.planner.report.text import WIDTH
-from amsp_jax.strategy import parse
 
 
 def parallel_of(args: argparse.Namespace) -> ModelParallel:
@@ -45,7 +44,7 @@ def candidate_of(args: argparse.Namespace, strategy: str, workload: Workload, cl
     parallel = parallel_of(args)
     max_stages = len(workload.model.blocks) // args.virtual_stages
     ranks = parallel.data_ranks(cluster.num_nodes, cluster.devices_per_node, max_stages)
-    degrees = parse(strategy).resolve(ranks)
+    degrees = degrees_of(strategy, ranks)
     check_sequence(workload.seq_len, parallel.context, parallel.tensor)
     candidate = Candidate(
         degrees,

@@ -13,7 +13,7 @@ from amsp_jax.cli.tune.trial_setup import TrialSetup
 from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.errors import UserError
 from amsp_jax.predict.cluster import Cluster, load_cluster
-from amsp_jax.predict.planner import Candidate, Scorer, Workload
+from amsp_jax.predict.planner import Candidate, Scorer, Workload, degrees_of
 from amsp_jax.strategy import parse
 from amsp_jax.user_cache import user_cache
 
@@ -62,6 +62,9 @@ def forecast(points: Iterable[Point], setup: TrialSetup, workload: Workload, clu
         return scorer.estimate(candidate).step_s, ""
 
     for point in points:
+        # Of a strategy with rules nothing is predicted, so it is tried.
+        if parse(point.strategy).rules:
+            continue
         seconds, misfit = expected(_candidate(point, setup))
         if misfit:
             too_large[point] = misfit
@@ -72,7 +75,7 @@ def forecast(points: Iterable[Point], setup: TrialSetup, workload: Workload, clu
 
 def _candidate(point: Point, setup: TrialSetup) -> Candidate:
     return Candidate(
-        parse(point.strategy).resolve(setup.ranks(point)),
+        degrees_of(point.strategy, setup.ranks(point)),
         point.microbatch,
         Remat(point.remat),
         point.parallel,

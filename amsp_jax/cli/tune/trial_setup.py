@@ -51,8 +51,9 @@ class TrialSetup:
         """
         if self.why_invalid(point):
             return str(point)
-        degrees = parse(point.strategy).resolve(self.ranks(point))
-        return str(dataclasses.replace(point, strategy=str(degrees)))
+        strategy = parse(point.strategy)
+        rules = "".join(f", {pattern}: {rule}" for pattern, rule in strategy.rules)
+        return str(dataclasses.replace(point, strategy=f"{strategy.resolve(self.ranks(point))}{rules}"))
 
     @functools.cache  # noqa: B019  there is one for a search
     def why_invalid(self, point: Point) -> str | None:

@@ -96,6 +96,8 @@ def collectives(leaf: LeafPlan, wire: WireDtypes, regathers: bool, stages: Degre
     wanted = [("all-gather", g + o, p, gather, Phase.START), ("all-gather", p, (), gather, Phase.FORWARD)]
     if regathers:
         wanted.append(("all-gather", p, (), gather, Phase.BACKWARD))
+    if leaf.frozen:
+        return [_collective(leaf, *one, stages) for one in wanted if one[1]]
     before: Axes = ()
     steps = [(axes, Phase.REDUCE) for axes in reduction_steps(leaf, reduction)]
     steps += [(axes, Phase.END) for axes in scatter_steps(o, reduction)]

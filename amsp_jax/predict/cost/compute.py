@@ -10,7 +10,7 @@ import optax
 from amsp_jax.engine.leaves import MASTER_BYTES, LeafPlan
 from amsp_jax.engine.plan import Plan
 from amsp_jax.predict.cluster import Rates
-from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
+from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks, trained
 from amsp_jax.predict.cost.memory import GRAD_BYTES, num_values
 from amsp_jax.predict.cost.ranks import WHOLE, Share
 from amsp_jax.predict.cost.storage import leaf_counts, stored_opt_state
@@ -95,7 +95,8 @@ def update_bytes(distinct: DistinctBlocks, plan: Plan, optimizer: optax.Gradient
     """
     total = sum(2 * leaf.num_bytes * leaf.count for leaf in stored_opt_state(distinct, plan, optimizer))
     for leaf, count in leaf_counts(distinct, plan):
-        total += (2 * GRAD_BYTES + 2 * MASTER_BYTES) * leaf.num_opt_shard * count
+        if not leaf.frozen:
+            total += (2 * GRAD_BYTES + 2 * MASTER_BYTES) * leaf.num_opt_shard * count
         if leaf.has_copy(plan.compute_dtype):
             total += (MASTER_BYTES + plan.compute_dtype.itemsize) * leaf.num_opt_shard * count
     return total
@@ -103,7 +104,7 @@ def update_bytes(distinct: DistinctBlocks, plan: Plan, optimizer: optax.Gradient
 
 def accumulation_seconds(leaves: Sequence[LeafPlan], rates: Rates) -> float:
     """Of adding one microbatch's gradients of these leaves to the float32 accumulators: two reads and a write of G."""
-    return 3 * 4 * sum(leaf.num_grads_shard for leaf in leaves) / rates.memory_bytes_per_s
+    return 3 * 4 * sum(leaf.num_grads_shard for leaf in trained(leaves)) / rates.memory_bytes_per_s
 
 
 def loop_bytes(kept_bytes: int, input_bytes: int, leaves: Sequence[LeafPlan], group: int) -> tuple[float, float]:
@@ -115,7 +116,7 @@ def loop_bytes(kept_bytes: int, input_bytes: int, leaves: Sequence[LeafPlan], gr
       leaves: of the part.
       group: microbatches.
     """
-    values = sum(map(num_values, leaves))
+    values = sum(map(num_values, trained(leaves)))
     ahead = group * (_STACKED * kept_bytes + 2 * input_bytes)
     # Of a gradient: the sum is read and written, and a result in two bytes is read, also where the product adds it
     # itself: a group took 357.0 ms on an H200 and depth-first 342.1, and so the planner says 353.9 and 340.8.

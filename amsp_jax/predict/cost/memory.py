@@ -26,7 +26,7 @@ from amsp_jax.engine.leaves import MASTER_BYTES, LeafPlan
 from amsp_jax.engine.plan import Plan
 from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.model import Params
-from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
+from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks, trained
 from amsp_jax.predict.cost.storage import leaf_counts, stored_opt_state
 from amsp_jax.predict.cost.trace import ModelTrace, PartTrace
 
@@ -165,14 +165,19 @@ class PartBytes:
             trace=trace,
             copy=sum(leaf.num_params_shard for leaf in plans if leaf.has_copy(dtype)) * dtype.itemsize,
             gathered=sum(num_values(leaf) for leaf in plans if leaf.param_axes) * dtype.itemsize,
-            full_grads=sum(num_values(leaf) * _first_dtype(leaf, reduction).itemsize for leaf in plans),
-            grads=sum(leaf.num_grads_shard for leaf in plans) * GRAD_BYTES,
+            full_grads=sum(num_values(leaf) * _first_dtype(leaf, reduction).itemsize for leaf in trained(plans)),
+            grads=sum(leaf.num_grads_shard for leaf in trained(plans)) * GRAD_BYTES,
         )
 
 
 def _first_dtype(leaf: LeafPlan, reduction: Reduction) -> jnp.dtype:
     """In which a microbatch's gradient waits to be reduced."""
     return reduction.dtype_over(next(iter(reduction_steps(leaf, reduction)), ()))
+
+
+def num_opt_grads(distinct: DistinctBlocks, plan: Plan) -> int:
+    """Values of all gradients at the OS sharding; frozen leaves have none."""
+    return sum(leaf.num_opt_shard * count for leaf, count in leaf_counts(distinct, plan) if not leaf.frozen)
 
 
 def num_values(leaf: LeafPlan) -> int:
@@ -277,7 +282,7 @@ def _step(distinct: DistinctBlocks, plan: Plan, trace: ModelTrace, settings: Ste
         last=_LastBlocks.of(backwards),
         copies=sum(stage.copy for stage in stages),
         grads=sum(stage.grads for stage in stages),
-        zeros=sum(num_values(leaf) for leaf in jax.tree.leaves(leaves)) * GRAD_BYTES,
+        zeros=sum(num_values(leaf) for leaf in trained(leaves)) * GRAD_BYTES,
         accumulates=accumulation > 1,
         tied=distinct.model.tied,
         reductions=_reductions(distinct, plan, settings, accumulation),
@@ -288,7 +293,7 @@ def _reductions(distinct: DistinctBlocks, plan: Plan, settings: StepSettings, ac
     _, blocks, head = distinct.model.split(plan.leaves)
     once = plan.has_work_once_a_step
     window = reduction_window(blocks, is_last=once and settings.peel_last)
-    reduced = [sum(leaf.num_opt_shard for leaf in jax.tree.leaves(leaves)) for leaves in blocks]
+    reduced = [sum(leaf.num_opt_shard for leaf in trained(leaves)) for leaves in blocks]
     late = [reduced[kind] for kind in distinct.order][:window]
     has_replicas = any(axes.replica for axes in plan.all_axes) or plan.parallel.context > 1
     return _Reductions(
@@ -298,7 +303,7 @@ def _reductions(distinct: DistinctBlocks, plan: Plan, settings: StepSettings, ac
         # A tied table's gradient is complete only with the embedding's.
         head_waits=distinct.model.tied or any(leaf.param_axes for leaf in jax.tree.leaves(head)),
         none_in_first=accumulation > 1 and reduction_window(blocks) is None,
-        opt_grads=sum(leaf.num_opt_shard * n for leaf, n in leaf_counts(distinct, plan)) * GRAD_BYTES,
+        opt_grads=num_opt_grads(distinct, plan) * GRAD_BYTES,
         flat_grads=sum(late) * settings.reduction.dtype.itemsize if has_replicas else 0,
         shards_opt=any(axes.opt for axes in plan.all_axes),
     )

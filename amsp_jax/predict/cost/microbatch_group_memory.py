@@ -17,7 +17,7 @@ from amsp_jax.engine.leaves import LeafPlan
 from amsp_jax.engine.plan import Plan
 from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.model import Params
-from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
+from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks, trained
 from amsp_jax.predict.cost.memory import (
     AT_HEAD,
     GRAD_BYTES,
@@ -71,8 +71,8 @@ class _Part:
         uncopied = [leaf for leaf in plans if leaf.param_axes and not leaf.has_copy(dtype)]
         return cls(
             own=PartBytes.of(trace, leaves, dtype, settings.reduction),
-            whole=sum(map(num_values, plans)) * GRAD_BYTES,
-            reduced=sum(leaf.num_opt_shard for leaf in plans) * GRAD_BYTES,
+            whole=sum(map(num_values, trained(plans))) * GRAD_BYTES,
+            reduced=sum(leaf.num_opt_shard for leaf in trained(plans)) * GRAD_BYTES,
             cast=sum(leaf.num_params_shard for leaf in uncopied) * dtype.itemsize,
         )
 

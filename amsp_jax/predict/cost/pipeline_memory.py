@@ -9,16 +9,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-import jax
 import optax
 
 from amsp_jax.engine.pipeline.schedule import Kind, PipelineSchedule
 from amsp_jax.engine.plan import Plan
 from amsp_jax.engine.step_settings import StepSettings
-from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
-from amsp_jax.predict.cost.memory import GRAD_BYTES, MemoryEstimate, PartBytes, argument_bytes, at_peak, part_bytes
+from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks, trained
+from amsp_jax.predict.cost.memory import (
+    GRAD_BYTES,
+    MemoryEstimate,
+    PartBytes,
+    argument_bytes,
+    at_peak,
+    num_opt_grads,
+    part_bytes,
+)
 from amsp_jax.predict.cost.pipeline_timeline import Chunks, num_slots
-from amsp_jax.predict.cost.storage import leaf_counts
 from amsp_jax.predict.cost.trace import ModelTrace
 
 _HOPS = 4
@@ -86,8 +92,8 @@ def _step(
     chunks = Chunks.of(distinct.order, schedule.num_stages, schedule.virtual_stages)
     stage = [embed, head, *(kinds[kind] for kind in chunks.fullest)]
     leaves, _, head_leaves = distinct.model.split(plan.leaves)
-    opt_values = sum(leaf.num_opt_shard * n for leaf, n in leaf_counts(distinct, plan))
-    ends = sum(leaf.num_opt_shard for leaf in jax.tree.leaves((leaves, head_leaves)))
+    opt_values = num_opt_grads(distinct, plan)
+    ends = sum(leaf.num_opt_shard for leaf in trained((leaves, head_leaves)))
     return _Step(
         embed=embed,
         head=head,

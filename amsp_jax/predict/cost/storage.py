@@ -14,7 +14,7 @@ from amsp_jax.engine.leaves import MASTER_BYTES, LeafPlan, key_name
 from amsp_jax.engine.optimizer import abstract_opt_state, moment_plans
 from amsp_jax.engine.parallel import ModelParallel
 from amsp_jax.engine.plan import Plan
-from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
+from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks, trained
 from amsp_jax.strategy import Degrees
 
 
@@ -32,13 +32,16 @@ class StateBytes:
 
     Attributes:
       num_values: parameters of the whole model.
-      num_ends: those of embedding and head.
+      num_ends: parameters of embedding and head.
+      num_trained, num_trained_ends: the same without frozen parameters.
       stored_bytes: of the master and the optimizer's state of all parameters.
       copy_bytes, grad_bytes: of a value of the step's copy, and of an accumulated gradient.
     """
 
     num_values: int
     num_ends: int
+    num_trained: int
+    num_trained_ends: int
     stored_bytes: int
     copy_bytes: int
     grad_bytes: int = 4
@@ -47,24 +50,28 @@ class StateBytes:
     def of(cls, distinct: DistinctBlocks, plan: Plan, optimizer: optax.GradientTransformation) -> StateBytes:
         """Of a model; `plan` is that of one device."""
         embed, _, head = distinct.model.split(plan.leaves)
-        values = sum(math.prod(leaf.shape) * count for leaf, count in leaf_counts(distinct, plan))
+        counts = leaf_counts(distinct, plan)
+        values = sum(math.prod(leaf.shape) * count for leaf, count in counts)
+        num_trained = sum(math.prod(leaf.shape) * count for leaf, count in counts if not leaf.frozen)
         states = sum(leaf.num_bytes * leaf.count for leaf in stored_opt_state(distinct, plan, optimizer))
         ends = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((embed, head)))
-        return cls(values, ends, MASTER_BYTES * values + states, plan.compute_dtype.itemsize)
+        trained_ends = sum(math.prod(leaf.shape) for leaf in trained((embed, head)))
+        return cls(values, ends, num_trained, trained_ends, MASTER_BYTES * values + states, plan.compute_dtype.itemsize)
 
     def least(self, degrees: Degrees, parallel: ModelParallel, accumulates: bool) -> tuple[float, float]:
         """Bytes that no device of these degrees falls below, stored and temporary: all splits, nothing is padded.
 
             stored / (t p s_os)     [2 n / (t s_p) unless P = OS > 1] + [4 n / (t s_g) if it accumulates]
 
-        n: the values of a stage.
+        n: the values of a stage; of gradients, the trained values.
         """
         t, p = parallel.tensor, parallel.pipeline
         local = self.num_ends + (self.num_values - self.num_ends) / p
+        local_trained = self.num_trained_ends + (self.num_trained - self.num_trained_ends) / p
         is_cast_once = degrees.params.total == 1 and self.copy_bytes < MASTER_BYTES
         has_copy = is_cast_once or p * degrees.opt_state.total > degrees.params.total
         copies = self.copy_bytes * local / (t * degrees.params.total) if has_copy else 0.0
-        grads = self.grad_bytes * local / (t * degrees.grads.total) if accumulates else 0.0
+        grads = self.grad_bytes * local_trained / (t * degrees.grads.total) if accumulates else 0.0
         return self.stored_bytes / (t * p * degrees.opt_state.total), copies + grads
 
 
@@ -84,10 +91,10 @@ def _counts(distinct: DistinctBlocks, tree: Any) -> Any:
 
 def stored_opt_state(distinct: DistinctBlocks, plan: Plan, optimizer: optax.GradientTransformation) -> list[StoredLeaf]:
     """The optimizer's state on one device: moments at the OS sharding, anything else whole."""
-    find = moment_plans(plan)
+    find, frozen = moment_plans(plan), tuple(leaf.frozen for leaf in jax.tree.leaves(plan.leaves))
     return [
         StoredLeaf(_stored_values(find(path, x), x) * x.dtype.itemsize, count)
-        for path, x, count in _true_opt_state(distinct, optimizer)
+        for path, x, count in _true_opt_state(distinct, optimizer, frozen)
     ]
 
 
@@ -97,13 +104,16 @@ def _stored_values(leaf: LeafPlan | None, x: jax.ShapeDtypeStruct) -> int:
 
 @functools.lru_cache(maxsize=32)
 def _true_opt_state(
-    distinct: DistinctBlocks, optimizer: optax.GradientTransformation
+    distinct: DistinctBlocks, optimizer: optax.GradientTransformation, frozen: tuple[bool, ...]
 ) -> tuple[tuple[Any, jax.ShapeDtypeStruct, int], ...]:
     """(path, true shape, count) of each leaf; one that belongs to no parameter, such as a counter, is there once."""
     params = distinct.model.abstract_params()
     flat, _ = jax.tree_util.tree_flatten_with_path(_counts(distinct, params))
     counts = {_names(path): count for path, count in flat}
-    state, _ = jax.tree_util.tree_flatten_with_path(abstract_opt_state(optimizer, params))
+    # The optimizer sees None in place of a frozen leaf.
+    leaves, tree = jax.tree.flatten(params)
+    seen = [None if is_frozen else x for x, is_frozen in zip(leaves, frozen, strict=True)]
+    state, _ = jax.tree_util.tree_flatten_with_path(abstract_opt_state(optimizer, jax.tree.unflatten(tree, seen)))
 
     def count_of(path: Any) -> int:
         names = _names(path)

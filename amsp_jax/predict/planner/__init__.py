@@ -13,6 +13,7 @@ from amsp_jax.predict.planner.types import (
     Rejection,
     Space,
     Workload,
+    degrees_of,
     strategy_of,
 )
 
@@ -30,6 +31,7 @@ __all__ = [
     "Space",
     "Workload",
     "candidates",
+    "degrees_of",
     "nothing_fits_message",
     "search",
     "strategy_of",

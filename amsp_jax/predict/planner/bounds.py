@@ -19,6 +19,7 @@ from amsp_jax.engine.plan import plan_parameters
 from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.predict.cost import compute, model_axes
 from amsp_jax.predict.cost.communication import ONCE, PartPlan, Phase, messages, on_its_stage
+from amsp_jax.predict.cost.distinct_blocks import trained
 from amsp_jax.predict.cost.memory import ALLOCATOR_MARGIN, GRAD_BYTES
 from amsp_jax.predict.cost.pipeline_timeline import OnceTimes, num_slots
 from amsp_jax.predict.cost.storage import StateBytes
@@ -106,7 +107,8 @@ class Bounds:
             sent = messages(PartPlan((own,), is_block, stages), states.wire)
             if is_block and parallel.pipeline > 1 and own.dim is not None:
                 sent += model_axes.exchanges(own.num_opt_shard, states.wire.gather.itemsize, stages)
-            found.append(states.timed(sent))
+            # A part without large trained leaves may send nothing, where a message of no bytes would have a latency.
+            found.append(states.timed([message for message in sent if message.num_bytes]))
         adding = [compute.accumulation_seconds([leaf], states.rates) for leaf in leaves]
         return _Coarse(found, adding, self._optimizer_s(degrees, parallel))
 
@@ -121,11 +123,11 @@ class Bounds:
         return leaves
 
     def _large_values(self, tensor: int) -> list[int]:
-        """Values of each distinct part's large leaves on a tensor rank; large leaves are always sharded."""
+        """Values of each distinct part's large trained leaves on a tensor rank; large leaves are always sharded."""
         if (found := self._large.get(tensor)) is None:
             plan = self.scorer.states.plan(parse("ddp").resolve(DataRanks(1)), ModelParallel(tensor=tensor))
             embed, blocks, head = self.scorer.distinct.model.split(plan.leaves)
-            sizes = [[math.prod(leaf.rank_shape) for leaf in jax.tree.leaves(part)] for part in (embed, *blocks, head)]
+            sizes = [[math.prod(leaf.rank_shape) for leaf in trained(part)] for part in (embed, *blocks, head)]
             found = self._large[tensor] = [sum(size for size in part if size >= LARGE_LEAF) for part in sizes]
         return found
 
@@ -133,7 +135,7 @@ class Bounds:
         """Seconds of the update as `compute.update_bytes` counts it, for whole parameters shared evenly."""
         states, shards = self.states, parallel.tensor * parallel.pipeline * degrees.opt_state.total
         moved = 2 * (states.stored_bytes - MASTER_BYTES * states.num_values)
-        moved += (2 * GRAD_BYTES + 2 * MASTER_BYTES) * states.num_values
+        moved += (2 * GRAD_BYTES + 2 * MASTER_BYTES) * states.num_trained
         return moved / shards / self.scorer.rates.memory_bytes_per_s
 
     def fits(self, point: Candidate, degrees: Sequence[Degrees], limit: int) -> list[Degrees]:

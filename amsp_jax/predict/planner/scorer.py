@@ -63,7 +63,7 @@ class Scorer:
                 "measure on all of them: python -m amsp_jax calibrate --out cluster.json"
             )
         self.workload, self.cluster, self.objective = workload, cluster, objective
-        self.distinct = DistinctBlocks.of(workload.model)
+        self.distinct = DistinctBlocks.of(workload.model, workload.frozen)
         self.states = StateCosts(workload, cluster, self.distinct, cluster.rates)
         self.computing = ComputeCosts(self.states)
         self.pipelines = PipelineCosts(self.states)

@@ -67,9 +67,10 @@ class StateCosts:
 
     def _planned(self, degrees: Degrees, parallel: ModelParallel) -> Plan:
         splits, dtype = self._splits(parallel), self.workload.compute_dtype
-        return plan_parameters(
+        plan = plan_parameters(
             strategy_of(degrees), self._abstract_params, degrees.ranks, None, dtype, parallel=parallel, splits=splits
         )
+        return dataclasses.replace(plan, leaves=self.distinct.with_frozen(plan.leaves))
 
     def _splits(self, parallel: ModelParallel) -> Params | None:
         splits = self.distinct.model.splits()

@@ -18,7 +18,7 @@ from amsp_jax.model import Model
 from amsp_jax.predict.cost.communication import Phase
 from amsp_jax.predict.cost.memory import MemoryEstimate
 from amsp_jax.predict.cost.timeline import Timeline
-from amsp_jax.strategy import Degree, Degrees, PartialSharding, Strategy
+from amsp_jax.strategy import DataRanks, Degree, Degrees, PartialSharding, Strategy, parse
 
 _MODEL_PARALLEL = ("tensors", "pipelines", "contexts", "virtual_stages")
 
@@ -44,6 +44,8 @@ class Workload:
       compute_dtype: of gathered parameters.
       reduce_dtype, inter_node_dtype: of gradients, as in `StepSettings`.
       peel: the first and the last microbatch, as in `StepSettings`.
+      frozen: patterns of parameters that are not trained, as in `make_plan`. Bytes and reductions leave frozen
+        parameters out; the time to compute and activations are predicted as if every parameter were trained.
     """
 
     model: Model
@@ -54,6 +56,7 @@ class Workload:
     reduce_dtype: Any = jnp.float32
     inter_node_dtype: Any = None
     peel: bool = True
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _require_counts("Workload", global_batch=(self.global_batch,), seq_len=(self.seq_len,))
@@ -249,6 +252,22 @@ class Ranking:
     def num_rejected(self) -> Counter[Reason]:
         """How many, by reason."""
         return Counter(rejection.reason for rejection in self.rejected) + self.not_scored
+
+
+def degrees_of(strategy: Strategy | str, ranks: DataRanks) -> Degrees:
+    """The degrees of a strategy that the planner can predict.
+
+    Raises:
+      UserError: the strategy does not fit the ranks, or it has rules, which the planner does not predict.
+    """
+    parsed = parse(strategy)
+    if parsed.rules:
+        raise UserError(
+            f"strategy '{strategy}' has rules for {len(parsed.rules)} patterns of leaves, and the planner predicts one "
+            "strategy for all leaves; predict it without rules, or print make_plan(strategy, model, ranks=...) for the "
+            "exact bytes of its states"
+        )
+    return parsed.resolve(ranks)
 
 
 def strategy_of(degrees: Degrees) -> Strategy:
