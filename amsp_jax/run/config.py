@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from amsp_jax.errors import UserError
+from amsp_jax.runtime.launch.grid import MOST_SIMULATED
 
 DType = Literal["float32", "bfloat16"]
 LrSchedule = Literal["cosine", "linear", "constant", "wsd"]
@@ -138,11 +139,11 @@ class TrainConfig:
         if self.seed > _MAX_SEED:
             raise UserError(f"seed={self.seed}: it must be at most {_MAX_SEED}")
         simulated = (self.simulated_nodes or 1) * (self.simulated_devices_per_node or 1)
-        if simulated > _MAX_SIMULATED:
+        if simulated > MOST_SIMULATED:
             raise UserError(
                 f"simulated_nodes={self.simulated_nodes} x simulated_devices_per_node="
                 f"{self.simulated_devices_per_node} are {simulated:,} simulated devices, more than the "
-                f"{_MAX_SIMULATED:,} that one host can run; simulate fewer"
+                f"{MOST_SIMULATED:,} that one host can run; simulate fewer"
             )
         if self.clip_norm == 0:
             raise UserError(f"clip_norm={self.clip_norm!r}: no gradient has that norm; None turns clipping off")
@@ -168,8 +169,6 @@ class TrainConfig:
 _MAX_SEED = (1 << 32) - 1
 # Far above what anyone trains, and the numbers of all steps still fit into memory.
 _MAX_COUNT = 100_000_000
-# A host runs out of threads and memory soon after.
-_MAX_SIMULATED = 1024
 _AT_LEAST_ONE = (
     *("steps", "global_batch", "microbatch", "seq_len", "keep_checkpoints", "eval_batches", "stop_after"),
     *("microbatch_group", "tensor", "pipeline", "virtual_stages", "context"),

@@ -144,7 +144,6 @@ def test_alone():
         ((None, None, None), {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, "SLURM_NTASKS=6, but this step has .*=1"),
         ((None, None, None), {**SLURM, "SLURM_DISTRIBUTION": "arbitrary"}, "SLURM_DISTRIBUTION=arbitrary"),
         ((None, None, None), {**SLURM, "SLURM_HET_SIZE": "2"}, "SLURM_HET_SIZE=2: process 0 may be on any node"),
-        ((None, None, None), {"OMPI_COMM_WORLD_SIZE": "2"}, "an MPI launcher started several"),
         (("node1:123", 5, 1), SLURM, "num_processes=5, but srun started SLURM_STEP_NUM_TASKS=6"),
         (("localhost:1", None, None), SLURM, "loopback address, which the other 1 of 2 nodes"),
         (("h:1", 2, None), {}, "coordinator=h:1, num_processes=2 alone"),
@@ -252,8 +251,8 @@ def test_processes_learn_of_one_another():
     ("second", "message"),
     [
         (facts(1, count=3, grid=4), "num_processes is 2 in process 0 on host-a and 3 in process 1"),
-        (facts(1, grid=8), "grid is 4 in process 0 on host-a and 8 in process 1"),
-        (facts(1, grid=4, SEED="1"), "SEED is None in process 0 on host-a and 1 in process 1"),
+        (facts(1, grid=8), "grid=4 in process 0 on host-a and grid=8 in process 1"),
+        (facts(1, grid=4, SEED="1"), "SEED=None in process 0 on host-a and SEED=1 in process 1"),
     ],
 )
 def test_processes_that_disagree_all_say_so(second, message):

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 from amsp_jax.cli.doctor.findings import Finding, fail, ok, one_line, warn
 from amsp_jax.predict.cluster import device_peak
 from amsp_jax.runtime.launch import Layout
+from amsp_jax.runtime.launch.processes import number_in
 
 _GIB = 2**30
 _MIN_MEMORY_BYTES = _GIB
@@ -57,7 +58,7 @@ def _check_counts(layout: Layout, num_visible: int, num_local: int, environ: Map
             f"jax found {num_local} of {num_visible} GPUs that have a device file and are visible",
             "see which one nvidia-smi or rocm-smi does not list: it may have fallen off the bus",
         )
-    given, nodes = environ.get("SLURM_GPUS_ON_NODE", ""), int(environ.get("SLURM_STEP_NUM_NODES", "1"))
+    given, nodes = environ.get("SLURM_GPUS_ON_NODE", ""), number_in(environ, "SLURM_STEP_NUM_NODES", 1)
     used, rest = divmod(len(layout.devices), nodes)
     if given.isdecimal() and (rest or int(given) != used):
         yield warn(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from amsp_jax.cli.doctor.findings import Finding, fail, ok, warn
-from amsp_jax.runtime.launch.processes import Processes
+from amsp_jax.runtime.launch.processes import Processes, number_in
 from amsp_jax.runtime.launch.rendezvous import is_loopback
 
 _MIB, _GIB = 2**20, 2**30
@@ -20,7 +20,7 @@ def check_machine(processes: Processes, environ: Mapping[str, str] = os.environ)
     """Everything in this module, looked up on this machine."""
     host = socket.gethostname()
     meeting_place = processes.coordinator.rpartition(":")[0].strip("[]")
-    nodes = int(environ["SLURM_STEP_NUM_NODES"]) if "SLURM_STEP_NUM_NODES" in environ else None
+    nodes = number_in(environ, "SLURM_STEP_NUM_NODES", 1) if "SLURM_STEP_NUM_NODES" in environ else None
     if processes.count == 1 or is_loopback(meeting_place):
         nodes = 1
     yield check_host_name(host, resolve(host), nodes)

@@ -7,6 +7,9 @@ import dataclasses
 from amsp_jax.errors import UserError
 from amsp_jax.runtime.launch.rendezvous import Facts
 
+MOST_SIMULATED = 1024
+"""Simulated devices of a run: a host runs out of threads and memory soon after."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grid:
@@ -21,12 +24,17 @@ def simulated_share(simulated: tuple[int, int], num_processes: int) -> int:
     """How many of `simulated` nodes x devices each process has.
 
     Raises:
-      UserError: they do not divide over the processes.
+      UserError: they are too many, or do not divide over the processes.
     """
     nodes, per_node = simulated
     if min(simulated) < 1:
         raise UserError(
             f"SIMULATED_NODES={nodes}, SIMULATED_DEVICES_PER_NODE={per_node}: both count from 1. Correct them."
+        )
+    if nodes * per_node > MOST_SIMULATED:
+        raise UserError(
+            f"SIMULATED_NODES={nodes} x SIMULATED_DEVICES_PER_NODE={per_node} are {nodes * per_node:,} simulated "
+            f"devices, more than the {MOST_SIMULATED:,} that one host can run. Simulate fewer."
         )
     if nodes * per_node % num_processes:
         raise UserError(

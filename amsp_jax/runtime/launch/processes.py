@@ -22,7 +22,18 @@ from amsp_jax.runtime.launch.rendezvous import is_loopback
 from amsp_jax.runtime.watchdog.watch import own_watch
 
 _FIRST_PORT, _NUM_PORTS = 61440, 4096
-_OTHER_LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
+# Number of processes and rank, as launchers other than SLURM give them: torchrun, Open MPI, MPICH and Intel MPI,
+# MVAPICH, Flux, jsrun.
+_OTHER_LAUNCHERS = {
+    "WORLD_SIZE": "RANK",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+    "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_RANK",
+    "FLUX_JOB_SIZE": "FLUX_TASK_RANK",
+    "JSM_NAMESPACE_SIZE": "JSM_NAMESPACE_RANK",
+}
+# Launchers that give a rank alone: PMIx, Cray's ALPS and PALS, an indexed job of Kubernetes.
+_RANKS_ALONE = ("PMIX_RANK", "ALPS_APP_PE", "PALS_RANKID", "JOB_COMPLETION_INDEX")
 
 # A lost process shows as an error of jax in the others, before or after the watch hears of it.
 _CAUSE_S = 3.0
@@ -67,7 +78,7 @@ def find_processes(
     if coordinator is not None and num_processes is not None and process_id is not None:
         _refuse_other_count(num_processes, environ)
         return _explicit(coordinator, num_processes, process_id)
-    in_step = "SLURM_STEP_NODELIST" in environ
+    in_step = bool(environ.get("SLURM_STEP_NODELIST"))
     given: dict[str, str | int | None] = {"num_processes": num_processes, "process_id": process_id}
     if not in_step:
         given = {"coordinator": coordinator, **given}
@@ -89,7 +100,7 @@ def _refuse_partial(given: Mapping[str, str | int | None]) -> None:
 
 def _refuse_other_count(count: int, environ: Mapping[str, str]) -> None:
     """A step of one task may be one of several that make up a run; one of several tasks is a run."""
-    tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    tasks = number_in(environ, "SLURM_STEP_NUM_TASKS", 1)
     if tasks not in (1, count):
         raise UserError(
             f"num_processes={count}, but srun started SLURM_STEP_NUM_TASKS={tasks} of this step: they would wait for "
@@ -109,17 +120,46 @@ def _explicit(coordinator: str, count: int, index: int) -> Processes:
 
 
 def _refuse_other_launchers(environ: Mapping[str, str]) -> None:
+    """A rank of 0 alone proves nothing; the processes with higher ranks stop, and their launcher ends the first."""
     for size, rank in _OTHER_LAUNCHERS.items():
-        if int(environ.get(size, "1")) > 1:
-            raise UserError(
-                f"{size}={environ[size]}: an MPI launcher started several processes, which do not know of each other. "
-                f"Give each the coordinator HOST:PORT, the number of processes and its id (${rank})."
-            )
+        if number_in(environ, size, 1) > 1:
+            raise UserError(_not_joined(f"{size}={environ[size]}", size, rank))
+    for rank in _RANKS_ALONE:
+        if number_in(environ, rank, 0) > 0:
+            raise UserError(_not_joined(f"{rank}={environ[rank]}", "NUMBER", rank))
+
+
+def _not_joined(found: str, size: str, rank: str) -> str:
+    number = size if size == "NUMBER" else f"${size}"
+    return (
+        f"{found}: a launcher started several processes, which do not know of each other. Give each of them "
+        f"--coordinator HOST:PORT (a free port on process 0's host), --num_processes {number} and --process_id "
+        f"${rank}; "
+        "or --num_processes 1 to run each alone."
+    )
+
+
+def number_in(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """The count or index in a launcher's variable; the default where the variable is missing or empty.
+
+    Raises:
+      UserError: the variable holds something else, or is missing and has no default.
+    """
+    text = environ.get(name, "").strip()
+    if text.isdecimal() and text.isascii():
+        return int(text)
+    if not text and default is not None:
+        return default
+    have = f"{name}={text!r} is no number" if text else f"{name} is missing or empty"
+    raise UserError(
+        f"{have}, though a launcher sets it. Start the process as the launcher's task, or give --coordinator "
+        "HOST:PORT, --num_processes and --process_id."
+    )
 
 
 def _refuse_job_without_step(environ: Mapping[str, str]) -> None:
     for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"):
-        if int(environ.get(name, "1")) > 1:
+        if number_in(environ, name, 1) > 1:
             raise UserError(
                 f"{name}={environ[name]}, but this process is not a task of srun and would be alone. "
                 "Start it with srun, or set num_processes=1 to use this node only."
@@ -127,7 +167,7 @@ def _refuse_job_without_step(environ: Mapping[str, str]) -> None:
 
 
 def _slurm(coordinator: str | None, environ: Mapping[str, str]) -> Processes:
-    count, step_count = int(environ.get("SLURM_NTASKS", "1")), int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    count, step_count = number_in(environ, "SLURM_NTASKS", 1), number_in(environ, "SLURM_STEP_NUM_TASKS", 1)
     if count != step_count:
         raise UserError(
             f"SLURM_NTASKS={count}, but this step has SLURM_STEP_NUM_TASKS={step_count}: this process is not one "
@@ -135,7 +175,7 @@ def _slurm(coordinator: str | None, environ: Mapping[str, str]) -> Processes:
         )
     if count == 1:
         return Processes()
-    num_nodes = int(environ["SLURM_STEP_NUM_NODES"])
+    num_nodes = number_in(environ, "SLURM_STEP_NUM_NODES")
     coordinator = coordinator or _slurm_coordinator(environ)
     if num_nodes > 1 and is_loopback(coordinator.rpartition(":")[0]):
         raise UserError(
@@ -145,15 +185,15 @@ def _slurm(coordinator: str | None, environ: Mapping[str, str]) -> Processes:
     return Processes(
         coordinator=coordinator,
         count=count,
-        index=int(environ["SLURM_PROCID"]),
-        node=environ["SLURM_NODEID"],
+        index=number_in(environ, "SLURM_PROCID"),
+        node=str(number_in(environ, "SLURM_NODEID")),
         gpus_bound=_binds_gpus(environ),
     )
 
 
 def _slurm_coordinator(environ: Mapping[str, str]) -> str:
     """The host of process 0, at a port of the step's own: two steps of a job may run at once."""
-    job, step = int(environ["SLURM_JOB_ID"]), int(environ.get("SLURM_STEP_ID", "0"))
+    job, step = number_in(environ, "SLURM_JOB_ID"), number_in(environ, "SLURM_STEP_ID", 0)
     return f"{_host_of_process_0(environ)}:{_FIRST_PORT + (job + 61 * step) % _NUM_PORTS}"
 
 
@@ -174,7 +214,10 @@ def _host_of_process_0(environ: Mapping[str, str]) -> str:
 def _first_host(node_list: str) -> str:
     """`gpu007` of `gpu[007-010,012],login1`."""
     found = re.match(r"([^,\[]+)(?:\[([^,\]-]+))?", node_list)
-    assert found, node_list
+    if not found:
+        raise UserError(
+            f"SLURM_STEP_NODELIST={node_list!r}: no list of nodes. Give the coordinator, HOST:PORT of process 0's node."
+        )
     return found[1] + (found[2] or "")
 
 
