@@ -4,6 +4,7 @@ import functools
 import inspect
 import itertools
 import math
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from optax import contrib
 from amsp_jax import UserError, make_learning_rate, make_optimizer
 from amsp_jax.engine.learning_rate import LR_SCHEDULES
 from amsp_jax.engine.optimizer import OPTIMIZERS
+from amsp_jax.run.config import LrSchedule
 
 PARAMS = {
     "embed": {"table": jnp.linspace(0.5, 1.5, 12).reshape(4, 3)},
@@ -172,6 +174,10 @@ def test_learning_rates_are_their_closed_forms(name, fraction):
         assert float(rate(i)) == pytest.approx(PEAK / WARMUP + (PEAK - PEAK / WARMUP) * i / WARMUP)
     for i in (10, 11, 55, 79, 80, 81, 90, 99, 100):
         assert float(rate(i)) == pytest.approx(CLOSED[name](i, final), rel=1e-5, abs=1e-6)
+
+
+def test_the_setting_has_the_schedules():
+    assert typing.get_args(LrSchedule) == LR_SCHEDULES
 
 
 @pytest.mark.parametrize(
