@@ -52,7 +52,7 @@ def shard_rows(
     """
     ranks = local_ranks(by_row, num_ranks)
     arrays = {name: _array(name, x) for name, x in rows.items()}
-    num_microbatches, num_local = _counts(arrays)
+    num_microbatches, num_local = batch_counts({name: x.shape for name, x in arrays.items()})
     if num_local % len(ranks):
         mine = f"the {len(ranks)} data ranks" if jax.process_count() == 1 else _owner(len(ranks))
         raise UserError(
@@ -92,13 +92,24 @@ def _array(name: str, x: Any) -> np.ndarray:
     return array
 
 
-def _counts(arrays: Mapping[str, np.ndarray]) -> tuple[int, int]:
-    shapes = {x.shape[:2] for x in arrays.values()}
-    shape = next(iter(shapes), ())
-    if len(shapes) != 1 or len(shape) != 2 or 0 in shape:
-        found = ", ".join(f"{name} {x.shape}" for name, x in arrays.items()) or "no arrays"
-        raise UserError(f"a batch of {found}: its arrays are [microbatches, rows, ...], with equal numbers of both")
+def batch_counts(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    """The numbers of microbatches and rows of a batch, by the shapes of its arrays.
+
+    Raises:
+      UserError: an array has neither, or not as many as another one.
+    """
+    counts = {shape[:2] for shape in shapes.values()}
+    shape = next(iter(counts), ())
+    if len(counts) != 1 or len(shape) != 2 or 0 in shape:
+        raise UserError(
+            f"a batch of {listed(shapes)}: its arrays are [microbatches, rows, ...], with equal numbers of both"
+        )
     return shape[0], shape[1]
+
+
+def listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """The arrays of a batch, for a message."""
+    return ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or "no arrays"
 
 
 def _check_sequence(name: str, x: np.ndarray, sharding: NamedSharding) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.struct
@@ -16,6 +16,7 @@ from amsp_jax.engine.block_backward import run_blocks
 from amsp_jax.engine.collectives import param_shard
 from amsp_jax.engine.context import check_sequence, zigzag
 from amsp_jax.engine.leaves import LeafPlan
+from amsp_jax.engine.local_rows import batch_counts, listed
 from amsp_jax.engine.parallel import CONTEXT
 from amsp_jax.engine.parts import Gather, PartState
 from amsp_jax.engine.plan import Plan
@@ -103,29 +104,21 @@ def prepared(plan: Plan, batch: Batch) -> tuple[Batch, jax.Array]:
         or a sequence does not divide by the context and tensor ranks.
     """
     shapes = {name: jnp.shape(x) for name, x in batch.items()}
-    shape = next((shape[:2] for shape in shapes.values()), ())
-    if len(shape) != 2 or 0 in shape or any(each[:2] != shape for each in shapes.values()):
-        raise UserError(
-            f"a batch of {_listed(shapes)}: its arrays are [microbatches, rows, ...], with equal numbers of both"
-        )
+    num_microbatches, num_rows = batch_counts(shapes)
     # Here and not in the model: from inside `shard_map` jax would report shapes of one device.
     num_ranks, num_context, num_tensor = plan.degrees.ranks.total, plan.parallel.context, plan.parallel.tensor
-    if shape[1] % num_ranks:
-        raise UserError(f"a batch of {_listed(shapes)}: its {shape[1]} rows must divide by the {num_ranks} data ranks")
+    if num_rows % num_ranks:
+        raise UserError(f"a batch of {listed(shapes)}: its {num_rows} rows must divide by the {num_ranks} data ranks")
     if num_context > 1 and (short := [name for name, each in shapes.items() if len(each) < 3]):
         raise UserError(f"context={num_context} divides sequences, and batch['{short[0]}'] has no third dimension")
     for name, each in shapes.items():
         # `context` cuts the third dimension of every array; what `tensor` cuts is the model's sequence.
         if len(each) > 2 and (num_context > 1 or name in SEQUENCES):
             check_sequence(each[2], num_context, num_tensor)
-    rows = jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
+    rows = jnp.arange(num_microbatches * num_rows, dtype=jnp.int32).reshape(num_microbatches, num_rows)
     if num_context == 1:
         return batch, rows
     return {name: x[:, :, zigzag(x.shape[2], num_context)] for name, x in batch.items()}, rows
-
-
-def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    return ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or "no arrays"
 
 
 def row_keys(seed: Any, step: Any, rows: jax.Array) -> jax.Array:

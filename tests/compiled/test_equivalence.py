@@ -138,7 +138,7 @@ def test_gradients_are_made_at_once_where_they_are_reduced_inside_a_node(strateg
 
 @pytest.mark.parametrize(
     ("strategy", "accumulation", "settings"),
-    [("zero3", 1, {}), (QUICKSTART, 3, {}), ("zero2", 3, {"group": 3}), ("zero3", 2, {"pipeline": 2})],
+    [("zero3", 1, {}), (QUICKSTART, 3, {}), ("zero2", 3, {"microbatch_group": 3}), ("zero3", 2, {"pipeline": 2})],
 )
 def test_equal_blocks_are_traced_once(strategy, accumulation, settings):
     """However many there are: the calls of a block's function, in Python, are those of the first, and of the first that
@@ -350,7 +350,7 @@ def test_a_loss_that_gives_something_else_is_told_what_it_gives(output, told):
     plan = plan_for("zero2", model, DataRanks(per_node=2, num_nodes=1))
     batch = plan.shard({"tokens": np.zeros((1, 2, 8), np.int32), "weights": np.ones((1, 2, 8), np.float32)})
     step = make_train_step(plan, optimizer)
-    with pytest.raises(UserError, match=told + " it returns"):
+    with pytest.raises(UserError, match=told + " it must return"):
         step(init_state(plan, optimizer, seed=0), batch)
 
 
