@@ -15,7 +15,7 @@ import optax
 import pytest
 
 from amsp_jax.__main__ import main, parse_args
-from amsp_jax.cli.tune import pictures, report
+from amsp_jax.cli.tune import report
 from amsp_jax.cli.tune.forecast import Forecast, forecast, kept_calibration
 from amsp_jax.cli.tune.point import Point
 from amsp_jax.cli.tune.space import search_space
@@ -400,11 +400,6 @@ def test_the_report_has_what_was_measured_and_why_the_rest_was_not(trainer, tmp_
     assert f"{1e3 * best[0].outcome.step_s:.1f}" in lines[1]
     shares = report.importance(search.optuna)
     assert sum(shares.values()) == pytest.approx(1.0) and "pipeline" not in shares
-    for path in (
-        pictures.plot_convergence(records, tmp_path / "convergence.png", "a study"),
-        pictures.plot_importance(shares, tmp_path / "importance.png", "a study"),
-    ):
-        assert path.stat().st_size > 10_000
 
 
 def test_importance_needs_trials(tmp_path):
@@ -439,7 +434,6 @@ def test_the_command_reports_and_goes_on(trainer, tmp_path, capsys, clean_enviro
     assert main([*words, "10"]) == 0
     first = capsys.readouterr().out
     assert "no forecast" in first and "MICROBATCH = 2" in first and "RuntimeError: planted" in first
-    assert len(list((tmp_path / "study").glob("*.png"))) >= 1
     assert "MICROBATCH = 2" in (tmp_path / "study" / "best.gin").read_text()
     monkeypatch.setenv("HARM", '{"1": "crash", "2": "crash", "4": "crash", "8": "crash"}')
     assert main([*words, "12"]) == 0

@@ -135,7 +135,7 @@ def _search(
 
 
 def _report(args: argparse.Namespace, study: Any, config: TrainConfig) -> None:
-    from amsp_jax.cli.tune import pictures, report
+    from amsp_jax.cli.tune import report
     from amsp_jax.cli.tune.study import TRIALS
 
     records = study.records()
@@ -149,13 +149,8 @@ def _report(args: argparse.Namespace, study: Any, config: TrainConfig) -> None:
     # For a strategy of its own it would have no effect, which is an error.
     lines += ["CLUSTER = None"] if config.cluster else []
     (args.out / _BEST_FILE).write_text("\n".join(lines) + "\n")
-    title = f"{config.model}: {len(best)} of {study.num_run()} trials measured"
-    drawn = [pictures.plot_convergence(records, args.out / pictures.CONVERGENCE_FILE, title)]
-    if shares:
-        title = f"{config.model}: what the {len(best)} measured trials differ by"
-        drawn.append(pictures.plot_importance(shares, args.out / pictures.IMPORTANCE_FILE, title))
     print(report.table(records), report.importance_lines(shares, len(best)), sep="\n\n")
-    print("", f"the best, also in {args.out / _BEST_FILE}:", *lines, "", *(f"picture: {p}" for p in drawn), sep="\n")
+    print("", f"the best, also in {args.out / _BEST_FILE}:", *lines, sep="\n")
 
 
 def _forecast(args: argparse.Namespace, config: TrainConfig, setup: TrialSetup, points: list[Point]) -> Forecast:
