@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
 import os
 import re
@@ -20,6 +22,9 @@ _ASSIGNED = re.compile(rf"(?<![\w./-])(?<!--search )({'|'.join(FIELDS)})(?=(\['\
 
 def run(main: Callable[[], None]) -> int:
     """Calls `main` and returns the exit code, after one line on stderr if it is not 0 (`runtime.exit_codes`)."""
+    # absl makes its logger when it is imported; one that is asked for before does not know which file logs.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("absl.logging")
     # Libraries that log through absl warn of settings that are ours, not the user's.
     logging.getLogger("absl").setLevel(logging.ERROR)
     output.print_any_text()

@@ -247,6 +247,8 @@ def _closed_by_all(checkpointer: Checkpointer) -> Iterator[None]:
         yield
     except Exception as error:
         if jax.process_count() == 1 or isinstance(error, BadNumbersError):
-            checkpointer.close()
+            # The first error is the one to report.
+            with contextlib.suppress(UserError):
+                checkpointer.close()
         raise
     checkpointer.close()

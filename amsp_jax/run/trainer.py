@@ -297,7 +297,9 @@ def _trained(start: _Start) -> Run:
             start.before.set_damaged_aside()
         run = Run(job, folder.path, start.first, state)
         closing = [ClosingNotes(start.last), *([auto.Comparison(start.chosen)] if start.chosen else [])]
-        loop = Loop(run, step, start.last, files=[*start.files, *closing], hooks=start.hooks)
+        # The line of the picture is the last.
+        files = sorted([*start.files, *closing], key=lambda hook: isinstance(hook, hooks.LossPlot))
+        loop = Loop(run, step, start.last, files=files, hooks=start.hooks)
         try:
             loop.train(folder.checkpoints)
             if run.started_step < start.last:

@@ -8,6 +8,7 @@ import itertools
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
@@ -145,6 +146,18 @@ def read(step_folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Leave
         return reader.restore(step_folder / STATE, args=args)
 
 
+_reported_before: Callable[[Any], Any] = sys.__unraisablehook__
+
+
+def _report_unraisable(found: Any) -> None:
+    """Reports an error that nobody can catch as before, but for those of tensorstore's threads after a failed save.
+
+    Their writes end when the event loop that waited for them is gone, and each would print a traceback.
+    """
+    if found.exc_type is not RuntimeError or str(found.exc_value) != "Event loop is closed":
+        _reported_before(found)
+
+
 class FailuresOnce(logging.Filter):
     """Keeps orbax from logging failures, with tracebacks of all its threads, that `Checkpointer` raises as one line."""
 
@@ -156,6 +169,9 @@ class FailuresOnce(logging.Filter):
     def start(self) -> None:
         """Begins; twice is once."""
         logging.getLogger("absl").addFilter(self)
+        if sys.unraisablehook is not _report_unraisable:
+            global _reported_before
+            _reported_before, sys.unraisablehook = sys.unraisablehook, _report_unraisable
 
     def stop(self) -> None:
         """Lets orbax log again, for whoever else uses it in this process."""
