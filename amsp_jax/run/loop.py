@@ -215,7 +215,7 @@ class Loop:
 
     def _fail(self, hook: Hook, event: str, error: Exception) -> None:
         self._hooks.remove(hook)
-        what = " ".join(str(error).split())
+        what = " ".join(str(error).split()).rstrip(".")
         what = what if isinstance(error, UserError) else f"{type(error).__name__}: {what}"
         failure = HookError(f"hook {hook.name} failed in {event} at step {self._run.step}: {what}")
         if self._failed is None:

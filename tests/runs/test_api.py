@@ -130,6 +130,24 @@ def test_a_strategy_of_ones_own(model: amsp.Model) -> None:
     assert (degrees.params.total, degrees.grads.total, degrees.opt_state.total) == (4, 4, 8)
 
 
+def test_rules_by_parameter(model: amsp.Model) -> None:
+    """In a strategy or as a setting; the numbers are those of one strategy for all."""
+    settings: dict[str, Any] = {
+        "data": Source(), "global_batch": 16, "steps": 3, "seq_len": SEQ, "compute_dtype": "float32",
+    }  # fmt: skip
+    strategy = amsp.Strategy(params="full", grads="full", opt_state="full", rules=[(r"embed\..*", amsp.zero1())])
+    ruled = amsp.Trainer(model, optax.sgd(0.1), strategy=strategy, **settings).fit()
+    as_setting = amsp.Trainer(model, optax.sgd(0.1), strategy="zero3", rules={r"embed\..*": "zero1"}, **settings).fit()
+    plain = amsp.Trainer(model, optax.sgd(0.1), strategy="zero3", **settings).fit()
+    leaves = {leaf.path: leaf for leaf in jax.tree.leaves(ruled.plan.leaves)}
+    assert not any(leaves["embed.table"].params_spec) and any(leaves["head.weight"].params_spec)
+    assert str(as_setting.plan.strategy) == str(ruled.plan.strategy)
+    for run in (ruled, as_setting):
+        np.testing.assert_allclose(
+            [row["loss"] for row in run.metrics], [row["loss"] for row in plain.metrics], rtol=1e-6
+        )
+
+
 def test_frozen_parameters(model: amsp.Model) -> None:
     settings: dict[str, Any] = {"data": Source(), "global_batch": 16, "steps": 3, "seq_len": SEQ, "strategy": "zero1"}
     first = amsp.Trainer(model, optax.adam(0.1), **settings, frozen=[r"embed\..*"]).fit()

@@ -178,6 +178,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def full(self: Any, name: str, row: Any) -> None:
         if row.step == 3:
+            self.close()
             raise UserError(f"{name} cannot be written: No space left on device.")
         write(self, name, row)
 
@@ -192,6 +193,18 @@ def test_metrics_on_a_full_disk_end_the_run_with_a_checkpoint(monkeypatch: pytes
     with full_disk(monkeypatch), pytest.raises(HookError, match=told):
         trainer(checkpoint_every=0).fit()
     assert [int(path.name) for path in Path("run/checkpoints").iterdir()] == [4]
+
+
+def test_metrics_and_checkpoints_on_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first error is told, with its own next step, and that nothing could be saved either."""
+
+    def full(self: Any, step: int, *values: Any) -> None:
+        raise UserError("a checkpoint could not be written: No space left on device.")
+
+    monkeypatch.setattr("amsp_jax.run.checkpoint.Checkpointer.save", full)
+    told = r"hook JsonLines failed in on_step at step 3: metrics.jsonl .* device; a checkpoint could not be written: No"
+    with full_disk(monkeypatch), pytest.raises(HookError, match=told):
+        trainer(checkpoint_every=0).fit()
 
 
 def test_a_finished_run_gives_its_state() -> None:
