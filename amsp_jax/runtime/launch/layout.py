@@ -127,40 +127,24 @@ def setup(
       UserError: the settings contradict one another, the devices, or those of another process.
     """
     platform, notes = find_platform(_asked_platforms())
+    request = DeviceRequest(simulated_nodes, simulated_devices_per_node, devices_per_node)
     processes, watch = find_processes(coordinator, num_processes, process_id), own_watch()
     end_all_on_error(processes.count)
-    simulated = (_or_one(simulated_nodes), _or_one(simulated_devices_per_node))
-    if platform == "cpu":
-        notes += _unused("no accelerator is in use", DEVICES_PER_NODE=devices_per_node)
-        num_local = simulated_share(simulated, processes.count)
-    else:
-        unused = {"SIMULATED_NODES": simulated_nodes, "SIMULATED_DEVICES_PER_NODE": simulated_devices_per_node}
-        notes += _unused("an accelerator is in use", **unused)
-        num_local = max(count_gpus(platform), 1)
+    kind = _CpuStart if platform == "cpu" else _GpuStart
+    start = kind(platform, request, processes)
     profile = find_profile(platform)
-    asked: dict[str, Any] = {"DEVICES_PER_NODE": devices_per_node}
-    if platform == "cpu":
-        asked = {"SIMULATED_NODES": simulated[0], "SIMULATED_DEVICES_PER_NODE": simulated[1]}
     # Processes whose GPUs or site files differ would compile steps that wait for one another.
-    asked["the list of XLA flags"] = " ".join(profile.flags)
+    alike = {**start.alike(), "the list of XLA flags": " ".join(profile.flags), **(same or {})}
     watch.doing("waiting for the other processes")
-    everyone = _meet(processes, platform, num_local, {**asked, **(same or {})}, timeout_s, watched)
-    gpu_ids = None
-    if platform == "cpu":
-        grid = simulated_grid(simulated, everyone)
-    else:
-        gpu_ids, everyone = share_gpus(everyone, processes.index)
-        grid = real_grid(everyone, devices_per_node)
+    everyone = _meet(processes, platform, start.num_local, alike, timeout_s, watched)
+    grid, everyone = start.arrange(everyone)
     settings, refused = profile.apply(extra_xla_flags)
     settings += keep_programs(platform)
-    _choose_backend(platform, num_local, processes.count)
+    start.choose_backend()
     watch.doing("starting the devices", _DEVICES_S)
-    _connect(processes, gpu_ids, timeout_s)
-    _start_backend(platform)
-    if platform != "cpu" and processes.count == 1:
-        # The count before was an estimate from device files; alone, we can take what jax found.
-        everyone = [dataclasses.replace(everyone[0], num_devices=jax.device_count())]
-        grid = real_grid(everyone, devices_per_node)
+    _connect(processes, start.gpu_ids, timeout_s)
+    start.check_backend()
+    grid, everyone = start.corrected(grid, everyone)
     devices = _ordered_devices(grid, everyone)
     if watched and processes.count > 1:
         watch.doing("running the first collective", timeout_s)
@@ -172,22 +156,138 @@ def setup(
         devices_per_node=grid.devices_per_node,
         devices=devices,
         device_kind=devices[0].device_kind,
-        memory_bytes=_memory_bytes(platform, everyone),
+        memory_bytes=start.memory_bytes(everyone),
         process_index=processes.index,
         process_count=processes.count,
         hosts=tuple(facts.host for facts in everyone),
-        notes=(*notes, *refused),
+        notes=(*notes, *start.notes(), *refused),
         settings=tuple(settings),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceRequest:
+    """The devices that the settings ask for.
+
+    Attributes:
+      simulated_nodes, simulated_devices_per_node: the grid on the CPU; None counts as 1.
+      devices_per_node: size of the logical nodes that real nodes are split into; None leaves them whole.
+    """
+
+    simulated_nodes: int | None = None
+    simulated_devices_per_node: int | None = None
+    devices_per_node: int | None = None
+
+    @property
+    def simulated(self) -> tuple[int, int]:
+        """Simulated nodes, and devices of each."""
+        nodes, per_node = self.simulated_nodes, self.simulated_devices_per_node
+        return 1 if nodes is None else nodes, 1 if per_node is None else per_node
+
+
+class _CpuStart:
+    """Start on simulated devices: their number is a setting, and each process runs its share of them."""
+
+    gpu_ids: list[int] | None = None
+
+    def __init__(self, platform: str, request: DeviceRequest, processes: Processes) -> None:
+        self._request, self._processes = request, processes
+        self.num_local = simulated_share(request.simulated, processes.count)
+
+    def notes(self) -> list[str]:
+        """Lines on settings without effect."""
+        return _unused("no accelerator is in use", DEVICES_PER_NODE=self._request.devices_per_node)
+
+    def alike(self) -> dict[str, Any]:
+        """Settings of the devices that must be equal in all processes."""
+        nodes, per_node = self._request.simulated
+        return {"SIMULATED_NODES": nodes, "SIMULATED_DEVICES_PER_NODE": per_node}
+
+    def arrange(self, everyone: list[Facts]) -> tuple[Grid, list[Facts]]:
+        """The grid of nodes, and every process with its own number of devices."""
+        return simulated_grid(self._request.simulated, everyone), everyone
+
+    def choose_backend(self) -> None:
+        """Sets jax's options before any device is used."""
+        if not _asked_platforms():
+            jax.config.update("jax_platforms", "cpu")
+        if self._processes.count > 1:
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        try:
+            jax.config.update("jax_num_cpu_devices", self.num_local)
+        except RuntimeError as error:
+            # jax was used before, which is fine if it has what is asked for.
+            if jax.local_device_count() != self.num_local:
+                raise UserError(
+                    f"{self.num_local} simulated devices are asked for in this process, but jax already runs with "
+                    f"{jax.local_device_count()}. Call setup before jax is used, or ask for as many."
+                ) from error
+
+    def check_backend(self) -> None:
+        """Starts jax's devices; an error if they are not the CPU's."""
+        _start_backend("cpu", "cpu")
+
+    def corrected(self, grid: Grid, everyone: list[Facts]) -> tuple[Grid, list[Facts]]:
+        """The same: a simulated device is there."""
+        return grid, everyone
+
+    def memory_bytes(self, everyone: list[Facts]) -> int:
+        """Memory of a device: the least share of a host's, so that every process judges a plan alike."""
+        return min(
+            facts.memory_bytes // sum(other.num_devices for other in everyone if other.node == facts.node)
+            for facts in everyone
+        )
+
+
+class _GpuStart:
+    """Start on GPUs: their number is read from device files, and processes of one node share what they see."""
+
+    def __init__(self, platform: str, request: DeviceRequest, processes: Processes) -> None:
+        self._platform, self._request, self._processes = platform, request, processes
+        self.num_local = max(count_gpus(platform), 1)
+        self.gpu_ids: list[int] | None = None
+
+    def notes(self) -> list[str]:
+        """Lines on settings without effect."""
+        return _unused(
+            "an accelerator is in use",
+            SIMULATED_NODES=self._request.simulated_nodes,
+            SIMULATED_DEVICES_PER_NODE=self._request.simulated_devices_per_node,
+        )
+
+    def alike(self) -> dict[str, Any]:
+        """Settings of the devices that must be equal in all processes."""
+        return {"DEVICES_PER_NODE": self._request.devices_per_node}
+
+    def arrange(self, everyone: list[Facts]) -> tuple[Grid, list[Facts]]:
+        """The grid of nodes, and every process with its own number of devices."""
+        self.gpu_ids, everyone = share_gpus(everyone, self._processes.index)
+        return real_grid(everyone, self._request.devices_per_node), everyone
+
+    def choose_backend(self) -> None:
+        """Names the platform: a named GPU that fails to start is an error; unnamed, jax would go on with the CPU."""
+        if not _asked_platforms():
+            jax.config.update("jax_platforms", f"{self._platform},cpu")
+
+    def check_backend(self) -> None:
+        """Starts jax's devices; an error if they are not GPUs."""
+        _start_backend(self._platform, "gpu")
+
+    def corrected(self, grid: Grid, everyone: list[Facts]) -> tuple[Grid, list[Facts]]:
+        """A process alone takes the number of GPUs that jax found: device files gave an estimate."""
+        if self._processes.count > 1:
+            return grid, everyone
+        everyone = [dataclasses.replace(everyone[0], num_devices=jax.device_count())]
+        return real_grid(everyone, self._request.devices_per_node), everyone
+
+    def memory_bytes(self, everyone: list[Facts]) -> int:
+        """Memory of a device that jax may use."""
+        return min((device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices())
 
 
 def _asked_platforms() -> str:
     """`JAX_PLATFORMS`, or what the program set in its place; empty if neither."""
     return jax.config.jax_platforms or ""  # type: ignore[attr-defined]
-
-
-def _or_one(value: int | None) -> int:
-    return 1 if value is None else value
 
 
 def _unused(why: str, **settings: int | None) -> list[str]:
@@ -255,25 +355,6 @@ def _gpu_group(platform: str, processes: Processes) -> str:
     return " ".join(f"{name}={os.environ.get(name)}" for name in VISIBILITY.get(platform, ()))
 
 
-def _choose_backend(platform: str, num_local: int, num_processes: int) -> None:
-    if not _asked_platforms():
-        # Named, a GPU that fails to start is an error; unnamed, jax would go on with the CPU.
-        jax.config.update("jax_platforms", "cpu" if platform == "cpu" else f"{platform},cpu")
-    if platform != "cpu":
-        return
-    if num_processes > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    try:
-        jax.config.update("jax_num_cpu_devices", num_local)
-    except RuntimeError as error:
-        # jax was used before, which is fine if it has what is asked for.
-        if jax.local_device_count() != num_local:
-            raise UserError(
-                f"{num_local} simulated devices are asked for in this process, but jax already runs with "
-                f"{jax.local_device_count()}. Call setup before jax is used, or ask for as many."
-            ) from error
-
-
 def _connect(processes: Processes, gpu_ids: list[int] | None, timeout_s: float) -> None:
     if processes.count == 1:
         return
@@ -295,13 +376,13 @@ def _connect(processes: Processes, gpu_ids: list[int] | None, timeout_s: float) 
         raise UserError(f"process {processes.index} could not join {processes.coordinator}: {error}.") from error
 
 
-def _start_backend(platform: str) -> None:
+def _start_backend(platform: str, wanted: str) -> None:
     try:
         found = jax.default_backend()
     # jax asserts that some platform of the list was usable.
     except (RuntimeError, AssertionError) as error:
         found = str(error) or "no device found"
-    if found != ("cpu" if platform == "cpu" else "gpu"):
+    if found != wanted:
         raise UserError(
             f"jax cannot start on {platform} ({found}). Check the driver and jax's plugin, or set JAX_PLATFORMS=cpu."
         )
@@ -317,17 +398,6 @@ def _ordered_devices(grid: Grid, everyone: list[Facts]) -> tuple[jax.Device, ...
                 "environment. Check the visible devices of each process."
             )
     return tuple(sorted(devices, key=lambda d: (grid.node_of_process[d.process_index], d.process_index, d.id)))
-
-
-def _memory_bytes(platform: str, everyone: list[Facts]) -> int:
-    if platform == "cpu":
-        # The least of all, so that every process judges a plan alike.
-        return min(
-            facts.memory_bytes // sum(other.num_devices for other in everyone if other.node == facts.node)
-            for facts in everyone
-        )
-    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]
-    return min(limits)
 
 
 def _available_memory() -> int:
