@@ -194,11 +194,14 @@ class Strategy:
         params: Sharding | str | int,
         grads: Sharding | str | int,
         opt_state: Sharding | str | int,
-        rules: Iterable[tuple[str, Strategy | str]] = (),
+        rules: Iterable[tuple[str, Strategy | str]] | Mapping[str, Strategy | str] = (),
     ) -> None:
         for name, value in (("params", params), ("grads", grads), ("opt_state", opt_state)):
-            object.__setattr__(self, name, over(value) if isinstance(value, str | int) else value)
-        object.__setattr__(self, "rules", tuple(_rule(*pair) for pair in rules))
+            object.__setattr__(self, name, value if hasattr(value, "degree") else over(value))
+        pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
+        if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+            raise UserError(f"rules={pairs!r}: they are pairs of a pattern and a strategy, [('embed.*', 'zero1')]")
+        object.__setattr__(self, "rules", tuple(_rule(*pair) for pair in pairs))
 
     def __str__(self) -> str:
         rules = "".join(f", {pattern}: {strategy}" for pattern, strategy in self.rules)

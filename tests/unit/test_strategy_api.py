@@ -83,6 +83,15 @@ def test_rules_that_are_none(rules, message):
         parse("zero3", rules)
 
 
+@pytest.mark.parametrize("rules", [["embed"], [("embed", "zero1", "zero2")], [3]])
+def test_rules_are_pairs(rules):
+    with pytest.raises(UserError, match="they are pairs of a pattern and a strategy"):
+        Strategy(params="full", grads="full", opt_state="full", rules=rules)
+    assert Strategy(params="full", grads="full", opt_state="full", rules={"a": "zero1"}).rules == (("a", zero1()),)
+    with pytest.raises(UserError, match=r"over\(None\)"):
+        Strategy(params="full", grads=None, opt_state="full")
+
+
 def test_each_rule_keeps_the_dependency_rule():
     strategy = parse("zero3", {"embed": "params=4x1 grads=2x1 opt_state=4x1"})
     with pytest.raises(UserError, match=r"rule 'embed': strategy .*params=4x1 breaks the dependency rule"):
