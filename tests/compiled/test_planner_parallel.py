@@ -447,10 +447,10 @@ def test_a_pipeline_in_full(capsys):
     ("flags", "told"),
     [
         (("--tensor", "0"), "--tensor 0: it counts from 1"),
-        (("--explain", "zero1", "--tensor", "3"), "TENSOR=3"),
+        (("--explain", "zero1", "--tensor", "3"), "--tensor 3"),
         (("--explain", "zero1", "--pipeline", "16", "--microbatch", "16"), "2 microbatches in a step are fewer"),
         (("--explain", "zero1", "--pipeline", "2", "--virtual-stages", "25"), "50 virtual stages"),
-        (("--explain", "zero1", "--virtual-stages", "2"), "VIRTUAL_STAGES=2 with PIPELINE=1"),
+        (("--explain", "zero1", "--virtual-stages", "2"), "--virtual-stages 2 with --pipeline 1"),
         (("--explain", "zero1", "--tensor", "2", "--microbatch", "3"), "24 = 3 (microbatch) x 8 data ranks"),
         (("--tensor", "2", "--plot", "heat.png"), "--plot draws data parallelism alone"),
         (("--tensor", "2", "--objective", "paper"), "--objective paper knows no tensor"),

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from amsp_jax.cli.commands.workload import candidate_of, cluster_lines, cluster_of, workload_of
+from amsp_jax.cli.commands.workload import arguments_as_flags, candidate_of, cluster_lines, cluster_of, workload_of
 from amsp_jax.compile import ahead_of_time, hlo
 from amsp_jax.engine.plan import make_plan
 from amsp_jax.predict.cluster import Cluster
@@ -76,6 +76,7 @@ class CompiledStep:
         return self.argument_bytes + self.temporary_bytes
 
 
+@arguments_as_flags()
 def run(args: argparse.Namespace) -> None:
     """Prints what was compiled beside what was predicted.
 

@@ -14,6 +14,7 @@ from amsp_jax.cli.arguments import PLAN_SEARCH
 from amsp_jax.cli.commands.compile import compile_candidate
 from amsp_jax.cli.commands.compile import text as compile_text
 from amsp_jax.cli.commands.workload import (
+    arguments_as_flags,
     basis_lines,
     candidate_of,
     check_count,
@@ -62,6 +63,7 @@ _SMALLEST_PARAMS = 1e9
 _MOST_NODES = 128
 
 
+@arguments_as_flags()
 def run(args: argparse.Namespace) -> None:
     """Prints the ranking, or one strategy in full.
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import math
+import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,20 @@ from amsp_jax.models.registry import build_model, model_config
 from amsp_jax.predict.cluster import Cluster, compute_capability, load_cluster, named_cluster
 from amsp_jax.predict.planner import Candidate, Estimate, Workload, degrees_of
 from amsp_jax.predict.planner.report.text import WIDTH
+
+_ARGUMENT = re.compile(
+    r"(?<![\w./-])(global_batch|seq_len|microbatch|microbatch_group|remat|optimizer|reduce_dtype|inter_node_dtype|tensor"
+    r"|pipeline|context|pipeline_schedule|virtual_stages|strategy)=(?=[\w'])"
+)
+
+
+@contextlib.contextmanager
+def arguments_as_flags() -> Iterator[None]:
+    """Errors of the library inside it name flags, `--tensor 3`, where they name Python arguments, `tensor=3`."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(_ARGUMENT.sub(lambda found: f"{flag_of(found[1])} ", str(error))) from error
 
 
 def parallel_of(args: argparse.Namespace) -> ModelParallel:
