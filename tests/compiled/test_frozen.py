@@ -98,7 +98,7 @@ def check(plan, optimizer_name, accumulation, settings=None):
         ("zero3", 3, ATTENTION),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
-            for row in [("zero1", 1, ATTENTION), ("zero2", 3, BOTTOM), ("zero3", 1, BOTTOM), ("mics(4)", 4, BOTTOM)]
+            for row in [("zero1", 1, ATTENTION), ("zero2", 3, BOTTOM), ("zero3", 1, BOTTOM), ("mics(4)", 3, BOTTOM)]
         ),
     ],
 )
