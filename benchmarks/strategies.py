@@ -71,7 +71,7 @@ def main() -> None:
         strategy, n = setting.strategy, setting.accumulation
         row = measure.measured(
             layout, size, strategy, n, num_warmup=NUM_WARMUP, num_steps=args.steps, most_s=args.most_s,
-            inter_node_dtype=setting.inter_node_dtype, group=setting.microbatch_group,
+            inter_node_dtype=setting.inter_node_dtype, microbatch_group=setting.microbatch_group,
         )  # fmt: skip
         row |= {
             "strategy": strategy,
