@@ -203,6 +203,8 @@ class Model:
       tied: the head also receives the embedding's gathered parameters (else None).
       logits: `logits(head_params, embed_params, x) -> [rows, seq, vocab]`, for generation; None if it has none.
       numbers: for FLOPs; None leaves MFU out of the metrics.
+      vocab_size: number of token ids that the model knows; None where its data are no tokens. Text is tokenised with at
+        most as many ids.
       split, join: between the user's parameter tree and `(embed, blocks, head)`.
     """
 
@@ -213,6 +215,7 @@ class Model:
     tied: bool = False
     logits: Callable[[Params, Params | None, jax.Array], jax.Array] | None = None
     numbers: ModelNumbers | None = None
+    vocab_size: int | None = None
     split: Callable[[Params], tuple[Params, list[Params], Params]] = _split_dict
     join: Callable[[Params, list[Params], Params], Params] = _join_dict
 
@@ -224,13 +227,17 @@ class Model:
         *,
         name: str = "model",
         numbers: ModelNumbers | None = None,
+        vocab_size: int | None = None,
     ) -> Model:
         """A model that declares no blocks: `loss(params, batch, rng) -> ((loss_sum, weight_sum), aux)` on any pytree.
 
         `rng` has one key per row, made of (seed, step, row), so dropout is the same on every mesh.
         """
         head = Part(init, lambda params, embed, x, batch, rng: loss(params, batch, rng))
-        return cls(name=name, head=head, numbers=numbers, split=lambda p: ({}, [], p), join=lambda e, b, h: h)
+        return cls(
+            name=name, head=head, numbers=numbers, vocab_size=vocab_size, split=lambda p: ({}, [], p),
+            join=lambda e, b, h: h,
+        )  # fmt: skip
 
     @classmethod
     def from_nnx(
@@ -244,6 +251,7 @@ class Model:
         tied: bool = False,
         name: str = "model",
         numbers: ModelNumbers | None = None,
+        vocab_size: int | None = None,
     ) -> Model:
         """A model of Flax NNX modules: an embedding, blocks and a head, each a class or a function of `rngs`.
 
@@ -260,6 +268,7 @@ class Model:
           tied: the head's `__call__` takes `embed`, the embedding's module.
           name: for messages and run folders.
           numbers: for FLOPs.
+          vocab_size: number of token ids that the model knows; text data need it.
 
         Raises:
           UserError: a number of blocks that contradicts the list, or a module that holds state.
@@ -294,6 +303,7 @@ class Model:
             tied=tied,
             logits=lambda params, embed_params, x: output(params, embed_params, x, {}),
             numbers=numbers,
+            vocab_size=vocab_size,
         )
 
     @property

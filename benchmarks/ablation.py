@@ -65,7 +65,7 @@ class Part:
             microbatch_group=accumulation if self.is_grouped else 1,
         )
 
-    def options(self, layout: launch.Layout, model: Model, plan: Plan) -> dict[str, str]:
+    def options(self, layout: launch.DeviceLayout, model: Model, plan: Plan) -> dict[str, str]:
         """For the compiler; on a CPU it has no such option."""
         ours = measure.compiler_options(layout, model, plan, self.settings(1))
         return ours if self.is_async or layout.platform == "cpu" else ours | SYNCHRONOUS
@@ -118,7 +118,9 @@ def parts_of(plan: Plan, accumulation: int) -> Sequence[Part]:
     return [*parts, *([GROUPED] if accumulation > 1 else []), *([NARROWER] if is_sharded else [])]
 
 
-def measured(layout: launch.Layout, ranks: DataRanks, size: Size, strategy: str, args: argparse.Namespace) -> list[Row]:
+def measured(
+    layout: launch.DeviceLayout, ranks: DataRanks, size: Size, strategy: str, args: argparse.Namespace
+) -> list[Row]:
     """Compiles the parts of a strategy and times them in turns: a row for each."""
     model, attention = measure.model_on(layout, size)
     plan = make_plan(strategy, model, ranks=ranks, devices=layout.devices, compute_dtype=COMPUTE_DTYPE)

@@ -44,7 +44,7 @@ def main() -> None:
     config = cli.load_config([cli.find_gin_file(args.gin_file)], bindings)
     layout = measure.set_up(args)
     built = cli.build_model(config, layout.devices[0])
-    job = prepare(resolve(config, built.model, layout), built.vocab_size)
+    job = prepare(resolve(config, built.model, layout))
     programs = {part: compiled(job, part) for _, part in RUNS}
     losses = {}
     for name, part in RUNS:

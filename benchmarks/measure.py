@@ -132,7 +132,7 @@ def check_file(path: Path) -> None:
         raise UserError(f"{path}: {error.strerror}; name a file in a folder of yours") from error
 
 
-def cpu_note(layout: launch.Layout) -> str:
+def cpu_note(layout: launch.DeviceLayout) -> str:
     """What to say below times of simulated devices, on a line of its own."""
     return "\nSimulated devices share the CPU's cores: these times rank nothing." if layout.platform == "cpu" else ""
 
@@ -142,14 +142,14 @@ def adamw() -> optax.GradientTransformation:
     return make_optimizer("adamw", 3e-4, weight_decay=0.1, clip_norm=1.0)
 
 
-def model_on(layout: launch.Layout, size: Size) -> tuple[Model, str]:
+def model_on(layout: launch.DeviceLayout, size: Size) -> tuple[Model, str]:
     """The model with the fastest attention that its devices have, and that attention's name."""
     device = layout.devices[0]
     attention = size.attention_on(device.platform, getattr(device, "compute_capability", None))
     return size.build(attention), attention
 
 
-def compiler_options(layout: launch.Layout, model: Model, plan: Plan, settings: StepSettings) -> dict[str, str]:
+def compiler_options(layout: launch.DeviceLayout, model: Model, plan: Plan, settings: StepSettings) -> dict[str, str]:
     """Those of `train.py`; what `XLA_FLAGS` says wins."""
     if layout.platform == "cpu":
         return {}
@@ -283,7 +283,7 @@ def mfu(model: Model, device_kind: str, tokens_per_s_per_device: float, seq_len:
 
 
 def measured(
-    layout: launch.Layout,
+    layout: launch.DeviceLayout,
     size: Size,
     strategy: str,
     accumulation: int,
@@ -327,7 +327,7 @@ def gpu_share() -> float:
     return float(os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", 100)) / 100
 
 
-def surroundings(layout: launch.Layout, size: Size, attention: str, options: Mapping[str, str]) -> Row:
+def surroundings(layout: launch.DeviceLayout, size: Size, attention: str, options: Mapping[str, str]) -> Row:
     """What a row says beside its figures."""
     return {
         **vars(size), "attention": attention, "device_kind": layout.device_kind, "num_nodes": layout.num_nodes,

@@ -161,7 +161,7 @@ def measure_some(args: argparse.Namespace, number: int, end: float) -> None:
     sys.exit(0 if has_more else NOTHING_LEFT)
 
 
-def measure_next(args: argparse.Namespace, layout: launch.Layout, place: int, begin: float, end: float) -> bool:
+def measure_next(args: argparse.Namespace, layout: launch.DeviceLayout, place: int, begin: float, end: float) -> bool:
     """Measures the first setting without a row, if there is one and time for it: whether it did.
 
     Args:
@@ -198,7 +198,7 @@ def measure_next(args: argparse.Namespace, layout: launch.Layout, place: int, be
     return True
 
 
-def network_seconds(layout: launch.Layout) -> float:
+def network_seconds(layout: launch.DeviceLayout) -> float:
     """Of a gather over all devices, now: the network of this sitting may be slower at one time than at another."""
     group = Degree(layout.devices_per_node, layout.num_nodes)
     series = calibrate.Series("all-gather", group, (PROBE_BYTES,))

@@ -36,19 +36,31 @@ def causal_attention(
     """
     if context.size() > 1:
         out_BSNH = context.ring_attention(q_BSNH, k_BSKH, v_BSKH)
-    elif implementation == "pallas":
+        return out_BSNH.reshape(*out_BSNH.shape[:2], -1)
+    if implementation == "auto":
+        implementation = _fastest_here(q_BSNH)
+    if implementation == "pallas":
         out_BSNH = flash_attention.flash_attention(q_BSNH, k_BSKH, v_BSKH)
     else:
         out_BSNH = _jax_attention(q_BSNH, k_BSKH, v_BSKH, implementation)
     return out_BSNH.reshape(*out_BSNH.shape[:2], -1)
 
 
+def _fastest_here(q_BSNH: jax.Array) -> AttentionImplementation:
+    """The choice for the first device of this process; shapes and dtype are the queries'."""
+    device = jax.local_devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    _, seq_len, _, head_dim = q_BSNH.shape
+    return choose_attention(device.platform, capability, head_dim, q_BSNH.dtype, seq_len).implementation
+
+
 def _jax_attention(
-    q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, implementation: Literal["xla", "cudnn"]
+    q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, implementation: AttentionImplementation
 ) -> jax.Array:
     # Its XLA form asks for the common dtype of bfloat16 and float32, which jax_numpy_dtype_promotion=strict refuses.
+    kind: Literal["xla", "cudnn"] = "cudnn" if implementation == "cudnn" else "xla"
     with jax.numpy_dtype_promotion("standard"):
-        return jax.nn.dot_product_attention(q_BSNH, k_BSKH, v_BSKH, is_causal=True, implementation=implementation)
+        return jax.nn.dot_product_attention(q_BSNH, k_BSKH, v_BSKH, is_causal=True, implementation=kind)
 
 
 class AttentionChoice(NamedTuple):
@@ -94,7 +106,7 @@ def choose_attention(
       head_dim: width of a head.
       compute_dtype: dtype of the activations.
       seq_len: tokens of a sequence.
-      forced: what the user wants, whatever is fastest.
+      forced: what the user wants, whatever is fastest; "auto" and None leave the choice open.
       num_context: context ranks; from two on their ring attends, whatever is chosen.
 
     Raises:
@@ -104,6 +116,7 @@ def choose_attention(
       >>> choose_attention("gpu", "9.0", 128, "bfloat16", 4096).implementation
       'cudnn'
     """
+    forced = None if forced == "auto" else forced
     capability = (compute_capability or "").split(":")[0]
     case = _Case(platform, capability, head_dim, jnp.dtype(compute_dtype).name, seq_len)
     if num_context > 1:
@@ -114,7 +127,8 @@ def choose_attention(
     if platform not in _GPUS:
         return AttentionChoice("xla", f"{_NAMES['xla']}; a flash attention needs a GPU, the platform is {platform}")
     refusals: list[str] = []
-    for implementation in ("cudnn", "pallas"):
+    candidates: tuple[AttentionImplementation, ...] = ("cudnn", "pallas")
+    for implementation in candidates:
         reason = _refusal(implementation, case)
         if implementation == "pallas" and case.nvidia_generation is not None:
             reason = reason or "Pallas's only where it is asked for, by model_overrides={'attention': 'pallas'}"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from amsp_jax.errors import UserError
 
-AttentionImplementation = Literal["xla", "cudnn", "pallas"]
+AttentionImplementation = Literal["auto", "xla", "cudnn", "pallas"]
 
 # Far above any model. Each layer is in the plan by itself, and arrays are counted in 32 bits.
 _LARGEST = {"num_layers": 10_000}
@@ -29,7 +29,8 @@ class TransformerConfig:
       tied: the head multiplies by the embedding table instead of a matrix of its own.
       norm_eps: added to the variance before the square root.
       init_std: standard deviation of the initial weights.
-      attention: whose kernels attend; `attention.choose_attention` finds the fastest that work on a device.
+      attention: whose kernels attend; "auto" takes the fastest that work on the first device of the process
+        (`attention.choose_attention`), which is asked for when a step is traced.
       loss_chunks: into how many chunks a device cuts the tokens of a microbatch for the loss, as the logits of one are
         alive at a time; for large vocabularies.
 
@@ -45,7 +46,7 @@ class TransformerConfig:
     tied: bool = False
     norm_eps: float = 1e-5
     init_std: float = 0.02
-    attention: AttentionImplementation = "xla"
+    attention: AttentionImplementation = "auto"
     loss_chunks: int = 1
 
     def __post_init__(self) -> None:

@@ -223,4 +223,5 @@ def transformer(
         tied=config.tied,
         logits=Part.from_nnx(head, Head.logits).apply,
         numbers=numbers,
+        vocab_size=config.vocab_size,
     )

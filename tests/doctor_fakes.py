@@ -3,7 +3,7 @@
 import time
 
 from amsp_jax.cli.doctor import findings
-from amsp_jax.runtime.launch import Layout
+from amsp_jax.runtime.launch import DeviceLayout
 
 
 def raising(error):
@@ -36,4 +36,4 @@ def layout(**changes):
         "hosts": ("n1", "n2"),
         "notes": (),
     }
-    return Layout(**{**values, **changes})
+    return DeviceLayout(**{**values, **changes})

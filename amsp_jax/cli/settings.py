@@ -65,16 +65,15 @@ class CommandLine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuiltModel:
-    """A model, the ids that it knows, and which attention it has and why."""
+    """A model, and a line on its attention: which implementation, and why."""
 
     model: Model
-    vocab_size: int
     attention: str
 
 
 def set_up(
     args: argparse.Namespace | CommandLine, config: TrainConfig | None = None, same: Mapping[str, str] | None = None
-) -> launch.Layout:
+) -> launch.DeviceLayout:
     """The devices, in order; from here on jax runs.
 
     Args:
@@ -227,7 +226,7 @@ def build_model(config: TrainConfig, device: jax.Device | None = None) -> BuiltM
             num_context=config.context,
         )
     model = registry.build_model(config.model, config.model_overrides, attention=attention.implementation)
-    return BuiltModel(model=model, vocab_size=sizes.vocab_size, attention=attention.reason)
+    return BuiltModel(model=model, attention=attention.reason)
 
 
 def _preset_words(name: str) -> str:

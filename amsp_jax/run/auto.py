@@ -7,8 +7,11 @@ import json
 import statistics
 from pathlib import Path
 
+import optax
+
 from amsp_jax.engine.rematerialization import Remat
 from amsp_jax.errors import UserError
+from amsp_jax.model import Model
 from amsp_jax.predict.calibrate import ProgressLine, calibrated, running_cluster
 from amsp_jax.predict.cluster import CLUSTERS, Cluster, differences, load_cluster
 from amsp_jax.predict.planner import NothingFits, Objective, Space, Workload, nothing_fits_message, report, search
@@ -17,7 +20,7 @@ from amsp_jax.run.config import TrainConfig
 from amsp_jax.run.metrics import TRAIN_FILE, read_rows
 from amsp_jax.run.resolved import Resolved
 from amsp_jax.run.run import Run
-from amsp_jax.runtime.launch import Layout, from_process_0
+from amsp_jax.runtime.launch import DeviceLayout, from_process_0
 
 _TOP = 5
 # The first steps fill caches and start communicators.
@@ -90,7 +93,7 @@ def choose(resolved: Resolved) -> Choice:
     return Choice(strategy=made["strategy"], lines=(*notes, *made["lines"]), prediction=made["prediction"])
 
 
-def _cluster(config: TrainConfig, layout: Layout) -> tuple[Cluster, list[str]]:
+def _cluster(config: TrainConfig, layout: DeviceLayout) -> tuple[Cluster, list[str]]:
     """The numbers to plan with, and lines on where they come from."""
     if config.cluster is None:
         progress = ProgressLine() if layout.process_index == 0 else None
@@ -116,11 +119,11 @@ def _cluster(config: TrainConfig, layout: Layout) -> tuple[Cluster, list[str]]:
     return same_grid, notes
 
 
-def _ranked(resolved: Resolved, cluster: Cluster) -> dict:
-    config = resolved.config
-    workload = Workload(
-        model=resolved.model,
-        optimizer=resolved.optimizer,
+def workload_of(config: TrainConfig, model: Model, optimizer: optax.GradientTransformation) -> Workload:
+    """Describes a run to the planner: its model and optimizer, the batch, the dtypes and the frozen parameters."""
+    return Workload(
+        model=model,
+        optimizer=optimizer,
         global_batch=config.global_batch,
         seq_len=config.seq_len,
         compute_dtype=config.compute_dtype,
@@ -129,6 +132,11 @@ def _ranked(resolved: Resolved, cluster: Cluster) -> dict:
         peel=config.peel,
         frozen=tuple(config.frozen),
     )
+
+
+def _ranked(resolved: Resolved, cluster: Cluster) -> dict:
+    config = resolved.config
+    workload = workload_of(config, resolved.model, resolved.optimizer)
     space = Space(
         microbatches=(config.microbatch,),
         remats=(Remat(config.remat),),

@@ -28,6 +28,10 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
 """`(state, batch) -> (state, metrics)`."""
 
 
+_ANY_VOCABULARY = (1 << 31) - 1
+"""Ids of rows from Python are not checked where the model does not say how many it knows."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job(Resolved):
     """What does not change between the first step and the last: a resolved config with its plan and its data."""
@@ -73,12 +77,11 @@ class Job(Resolved):
         )
 
 
-def prepare(resolved: Resolved, vocab_size: int, data: Source | None = None, validation: Source | None = None) -> Job:
+def prepare(resolved: Resolved, data: Source | None = None, validation: Source | None = None) -> Job:
     """Makes the plan and opens the data, the cheapest check first.
 
     Args:
       resolved: the settings on their devices, with a strategy.
-      vocab_size: ids that the model knows; text is tokenised with at most as many.
       data: rows of training, in place of the corpus that `config.data` names.
       validation: rows of validation, with `data` only.
 
@@ -87,20 +90,20 @@ def prepare(resolved: Resolved, vocab_size: int, data: Source | None = None, val
     """
     plan = resolved.make_plan()
     require_memory(plan, resolved.layout.memory_bytes)
-    datasets = _open_data(resolved.config, vocab_size, data, validation)
+    datasets = _open_data(resolved.config, resolved.model.vocab_size, data, validation)
     _require_one_corpus(datasets, resolved.config.data)
     fields = {field.name: getattr(resolved, field.name) for field in dataclasses.fields(Resolved)}
     return Job(**fields, plan=plan, datasets=datasets)
 
 
-def _open_data(config: TrainConfig, vocab_size: int, data: Source | None, validation: Source | None) -> Datasets:
+def _open_data(config: TrainConfig, vocab_size: int | None, data: Source | None, validation: Source | None) -> Datasets:
     if data is not None:
         return open_sources(
             data,
             validation,
             global_batch=config.global_batch,
             seq_len=config.seq_len,
-            vocab_size=vocab_size,
+            vocab_size=vocab_size or _ANY_VOCABULARY,
             steps=config.steps,
             eval_batches=config.eval_batches,
         )
@@ -109,6 +112,7 @@ def _open_data(config: TrainConfig, vocab_size: int, data: Source | None, valida
             f"validation={type(validation).__name__} has no effect with data={config.data!r}, which is split into "
             "training and validation; give both as sources, or neither"
         )
+    assert vocab_size is not None, "a corpus needs a model that says its vocab_size"
     # Of several processes one trains the tokenizer and fills the cache.
     return process_0_first(
         lambda: open_dataset(

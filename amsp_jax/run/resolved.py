@@ -23,7 +23,7 @@ from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.model import Model
 from amsp_jax.run.checks import BatchShape, batch_shape
 from amsp_jax.run.config import TrainConfig
-from amsp_jax.runtime.launch import Layout
+from amsp_jax.runtime.launch import DeviceLayout
 from amsp_jax.strategy import DataRanks, parse
 
 
@@ -44,7 +44,7 @@ class Resolved:
     """
 
     config: TrainConfig
-    layout: Layout
+    layout: DeviceLayout
     model: Model
     parallel: ModelParallel
     ranks: DataRanks
@@ -78,7 +78,7 @@ class Resolved:
 def resolve(
     config: TrainConfig,
     model: Model,
-    layout: Layout,
+    layout: DeviceLayout,
     optimizer: optax.GradientTransformation | None = None,
     learning_rate: LearningRate | None = None,
 ) -> Resolved:
@@ -156,7 +156,7 @@ def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
     )
 
 
-def compiler_options(plan: Plan, settings: StepSettings, layout: Layout) -> dict[str, str]:
+def compiler_options(plan: Plan, settings: StepSettings, layout: DeviceLayout) -> dict[str, str]:
     """What the step is compiled with beside `XLA_FLAGS`, whose values win; nothing on the CPU."""
     if layout.platform == "cpu":
         return {}

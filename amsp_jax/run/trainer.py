@@ -33,7 +33,7 @@ from amsp_jax.run.run import Run
 from amsp_jax.run.run_folder import CONFIG_FILE, TOKENIZER_FILE, RunFolder, find_run_folder
 from amsp_jax.run.sample import ClosingNotes
 from amsp_jax.runtime import launch, output
-from amsp_jax.runtime.launch import Layout, from_process_0, own_watch, say
+from amsp_jax.runtime.launch import DeviceLayout, from_process_0, own_watch, say
 from amsp_jax.strategy import Strategy, parse
 
 _OWN_OPTIMIZER = "own"
@@ -42,7 +42,6 @@ _OF_NAMED_OPTIMIZERS = (
     *("weight_decay", "clip_norm", "beta1", "beta2", "epsilon", "momentum"),
 )
 # A source's ids are not checked where the model does not say how many it knows.
-_ANY_VOCABULARY = (1 << 31) - 1
 
 
 class Trainer:
@@ -64,11 +63,10 @@ class Trainer:
         strategy: Strategy | str | None = None,
         data: Source | str | None = None,
         validation: Source | None = None,
-        vocab_size: int | None = None,
         learning_rate: LearningRate | float | None = None,
         hooks: Sequence[Hook] = (),
         default_hooks: Sequence[Hook] | None = None,
-        layout: Layout | None = None,
+        layout: DeviceLayout | None = None,
         config: TrainConfig | None = None,
         notes: Sequence[str] = (),
         **settings: Any,
@@ -82,7 +80,6 @@ class Trainer:
           strategy: or its text; `auto`, the default, takes the fastest for these devices.
           data: rows of training, an object with `rows(step, rows)`; or the text that names a corpus.
           validation: rows of validation, if `data` is an object.
-          vocab_size: ids that the model knows; a corpus needs it.
           learning_rate: the highest one, a setting; with an optimizer of your own its schedule, for the metrics.
           hooks: called after the checkpoint and the validation of their step.
           default_hooks: in place of `hooks.defaults()`; called before them.
@@ -104,7 +101,6 @@ class Trainer:
         self._schedule = learning_rate if callable(learning_rate) else None
         self._source = None if isinstance(data, str) else data
         self._validation = validation
-        self._vocab_size = vocab_size
         self._default_hooks, self._hooks = default_hooks, tuple(hooks)
         if isinstance(strategy, Strategy) and strategy.rules:
             # A setting has one level: the rules of a strategy are settings of their own.
@@ -167,10 +163,10 @@ class Trainer:
             raise UserError("learning_rate is a function; it needs an optimizer of your own, or choose lr_schedule=")
         if self._source is not None:
             settings["data"] = source_name(self._source)
-        elif self._vocab_size is None:
+        elif self._model.vocab_size is None:
             raise UserError(
-                f"data={settings.get('data', 'stdlib')!r} names a corpus, which is read for the ids that the model "
-                "knows: give vocab_size, the number of its ids"
+                f"data={settings.get('data', 'stdlib')!r} names a corpus, and the model does not say how many token "
+                "ids it knows: give vocab_size to Model.from_nnx, Model.from_loss or Model"
             )
         return TrainConfig(**settings, model=self._model.name)
 
@@ -192,7 +188,7 @@ class Trainer:
             resolved = resolved.with_strategy(chosen.strategy)
         watch.doing("preparing the data")
         folder = _find_folder(resolved.config)
-        job = prepare(resolved, self._vocab_size or _ANY_VOCABULARY, self._source, self._validation)
+        job = prepare(resolved, self._source, self._validation)
         notes = [*(chosen.lines if chosen else ()), *self._notes, *layout.notes, *job.notes]
         about = str(job.plan), job.datasets.description, job.batch_line, *notes
         say(*([str(layout)] if shows_layout else []), *about)
@@ -254,11 +250,11 @@ def _signals_caught() -> Iterator[None]:
         yield
 
 
-_found: list[tuple[tuple[int | None, ...], Layout]] = []
+_found: list[tuple[tuple[int | None, ...], DeviceLayout]] = []
 """The devices of this process once a Trainer has found them, and the settings that it had: they are set up once."""
 
 
-def _find_devices(config: TrainConfig) -> Layout:
+def _find_devices(config: TrainConfig) -> DeviceLayout:
     """The devices that these settings ask for; on the CPU, without settings, as many as jax has or was told to make.
 
     Raises:

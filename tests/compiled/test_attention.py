@@ -19,7 +19,7 @@ from amsp_jax.engine.rematerialization import Remat, policy
 from amsp_jax.errors import UserError
 from amsp_jax.models import flash_attention as flash
 from amsp_jax.models.attention import causal_attention, choose_attention
-from amsp_jax.models.registry import build_model
+from amsp_jax.models.registry import build_model, model_config
 from amsp_jax.predict.cluster import named_cluster
 from amsp_jax.predict.cost.distinct_blocks import DistinctBlocks
 from amsp_jax.predict.cost.trace import trace_model
@@ -266,3 +266,24 @@ def test_the_planner_plans_what_a_run_would_choose(cluster, is_fused):
     model = planned_model("llama-tiny", {"num_layers": 1}, named_cluster(cluster, 1), 128)
     block = trace_model(DistinctBlocks.of(model), 1, 128, Remat.FULL, jnp.bfloat16).blocks[0]
     assert (block.forward.attention_flops[0] > 0) == is_fused
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "seq_len", "called"),
+    [("gpu", "9.0", 64, "cudnn"), ("gpu", "9.0", 63, "xla"), ("gpu", "gfx942", 64, "pallas"), ("cpu", None, 64, "xla")],
+)
+def test_a_model_built_in_python_takes_the_fastest_of_its_device(monkeypatch, platform, capability, seq_len, called):
+    """Without a choice by the command line: by the device, and the shapes and dtype of the queries."""
+    device = types.SimpleNamespace(platform=platform, compute_capability=capability)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    calls = []
+
+    def attend(q, k, v, **settings):
+        calls.append(settings.get("implementation", "pallas"))
+        return q
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
+    monkeypatch.setattr(flash, "flash_attention", attend)
+    q = jnp.zeros((1, seq_len, 2, 64), jnp.bfloat16)
+    causal_attention(q, q, q, model_config("llama-125m").attention)
+    assert calls == [called]

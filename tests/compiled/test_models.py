@@ -344,7 +344,7 @@ def test_overrides_and_runtime_values():
         ("llama-7b", {"hidden": 32 * 10**12}, "hidden=32000000000000 must be at most 100,000,000."),
         ("gpt-22b", {"init_std": math.inf}, "init_std=inf must be finite."),
         ("gpt-22b", {"norm_eps": math.nan}, "norm_eps=nan must be greater than 0"),
-        ("llama-7b", {"attention": "flash"}, "attention='flash' must be one of 'xla', 'cudnn', 'pallas'"),
+        ("llama-7b", {"attention": "flash"}, "attention='flash' must be one of 'auto', 'xla', 'cudnn', 'pallas'"),
         ("llama-7b", {"num_heads": 30}, r"num_heads 30 does not divide hidden 4096 \(remainder 16\).* 32"),
         ("llama-7b", {"num_kv_heads": 5}, "num_kv_heads 5 does not divide num_heads 32.* 4, 8"),
         ("llama-7b", {"num_heads": 4096, "num_kv_heads": 1}, "head dim 1 is odd"),

@@ -92,9 +92,7 @@ def main(
     built = cli.build_model(config)
     make = {"mine": Mine, "ending": Ending, "failing": Failing, "grain": grain_iterator}[kind]
     data = from_iterator(make(int(process_id), count), fingerprint="own rows")
-    run = Trainer(
-        built.model, config=config, vocab_size=built.vocab_size, layout=layout, data=data, validation=Validation()
-    ).fit()
+    run = Trainer(built.model, config=config, layout=layout, data=data, validation=Validation()).fit()
     return {"loss": [row["loss"] for row in run.metrics], "validation": [row["loss"] for row in run.validations]}
 
 

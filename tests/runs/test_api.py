@@ -86,7 +86,7 @@ def test_a_trainer_whose_strategy_the_planner_chooses(
 ) -> None:
     """Without a strategy; on one node of one device there is one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    layout = amsp.runtime.launch.Layout(
+    layout = amsp.runtime.launch.DeviceLayout(
         platform="cpu", num_nodes=1, devices_per_node=1, devices=tuple(jax.devices()[:1]), device_kind="cpu",
         memory_bytes=1 << 30, process_index=0, process_count=1, hosts=("here",), notes=(),
     )  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 
 from amsp_jax.engine.plan import make_plan
 from amsp_jax.models.registry import model_config
-from amsp_jax.runtime.launch import Layout
+from amsp_jax.runtime.launch import DeviceLayout
 from amsp_jax.strategy import DataRanks, parse
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
@@ -37,7 +37,7 @@ SMALL = Size(
 
 
 def layout(platform="cpu"):
-    return Layout(
+    return DeviceLayout(
         platform=platform, num_nodes=2, devices_per_node=1, devices=tuple(jax.devices()[:2]), device_kind="cpu",
         memory_bytes=1 << 30, process_index=0, process_count=1, hosts=("here",), notes=(),
     )  # fmt: skip

@@ -208,7 +208,7 @@ def test_every_config_file_loads_and_says_how_to_run_it() -> None:
 def test_the_quickstart_runs_on_this_many_devices(num_devices: int) -> None:
     config = load(f"--gin_file={cli.QUICKSTART}")
     batch_shape(config.global_batch, config.microbatch, num_devices, config.seq_len)
-    assert config.seq_len % 8 == 0 and cli.build_model(config).vocab_size % 8 == 0
+    assert config.seq_len % 8 == 0 and cli.build_model(config).model.vocab_size % 8 == 0
 
 
 def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, list[str]]:
     built = cli.build_model(config, layout.devices[0])
     resolved = resolve(config, built.model, layout)
     chosen = auto.choose(resolved) if config.is_auto else None
-    job = prepare(resolved.with_strategy(chosen.strategy) if chosen else resolved, built.vocab_size)
+    job = prepare(resolved.with_strategy(chosen.strategy) if chosen else resolved)
     return job, [*(chosen.lines if chosen else ()), built.attention, *layout.notes]
 
 

@@ -34,7 +34,7 @@ def _run(line: cli.CommandLine) -> None:
     # Devices, in order; from here on jax runs.
     layout = cli.set_up(line, config, same=config.settings())
     built = cli.build_model(config, layout.devices[0])
-    trainer = Trainer(built.model, vocab_size=built.vocab_size, config=config, layout=layout, notes=[built.attention])
+    trainer = Trainer(built.model, config=config, layout=layout, notes=[built.attention])
     if line.is_dry_run:
         trainer.check()
     else:

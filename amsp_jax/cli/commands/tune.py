@@ -25,6 +25,7 @@ from amsp_jax.cli.tune.trial_setup import TrialSetup
 from amsp_jax.errors import UserError
 from amsp_jax.predict.cluster import Cluster
 from amsp_jax.predict.planner import Workload
+from amsp_jax.run.auto import workload_of
 from amsp_jax.run.config import TrainConfig
 from amsp_jax.run.resolved import optimizer_of
 from amsp_jax.runtime import exit_codes
@@ -174,17 +175,8 @@ def _forecast(args: argparse.Namespace, config: TrainConfig, setup: TrialSetup, 
 
 
 def _workload(config: TrainConfig, cluster: Cluster) -> Workload:
-    return Workload(
-        model=planned_model(config.model, config.model_overrides, cluster, config.seq_len, config.compute_dtype),
-        optimizer=optimizer_of(config),
-        global_batch=config.global_batch,
-        seq_len=config.seq_len,
-        compute_dtype=config.compute_dtype,
-        reduce_dtype=config.reduce_dtype,
-        inter_node_dtype=config.inter_node_dtype,
-        peel=config.peel,
-        frozen=tuple(config.frozen),
-    )
+    model = planned_model(config.model, config.model_overrides, cluster, config.seq_len, config.compute_dtype)
+    return workload_of(config, model, optimizer_of(config))
 
 
 def _first(config: TrainConfig, setup: TrialSetup, space: SearchSpace, expected: Forecast) -> list[Point]:

@@ -22,7 +22,7 @@ from amsp_jax.cli.doctor.shared_folder import check_shared_between
 from amsp_jax.cli.doctor.table import Table, title_of
 from amsp_jax.errors import UserError
 from amsp_jax.runtime import launch
-from amsp_jax.runtime.launch import Layout
+from amsp_jax.runtime.launch import DeviceLayout
 from amsp_jax.runtime.launch.accelerator import count_gpus, find_platform
 from amsp_jax.runtime.launch.processes import Processes
 
@@ -54,7 +54,7 @@ def check_cluster(args: argparse.Namespace, processes: Processes, mine: list[Fin
     return _conclude(args, mine, store, table)
 
 
-def _start(args: argparse.Namespace, processes: Processes, mine: list[Finding], table: Table) -> Layout | None:
+def _start(args: argparse.Namespace, processes: Processes, mine: list[Finding], table: Table) -> DeviceLayout | None:
     """The devices; None, and a finding more, where they cannot be had."""
 
     def give_up() -> None:
@@ -109,7 +109,7 @@ def _grid(args: argparse.Namespace, processes: Processes) -> tuple[int | None, i
     return nodes, per_node
 
 
-def _look_at_devices(args: argparse.Namespace, layout: Layout, store: KeyValueStore) -> Iterator[Finding]:
+def _look_at_devices(args: argparse.Namespace, layout: DeviceLayout, store: KeyValueStore) -> Iterator[Finding]:
     """What needs them, from the harmless to what may hang."""
 
     def devices() -> Iterator[Finding]:
@@ -133,7 +133,7 @@ def _look_at_devices(args: argparse.Namespace, layout: Layout, store: KeyValueSt
     yield from _try_collectives(layout, args.timeout)
 
 
-def _try_collectives(layout: Layout, limit_s: float) -> Iterator[Finding]:
+def _try_collectives(layout: DeviceLayout, limit_s: float) -> Iterator[Finding]:
     advice = "set NCCL_DEBUG=INFO and run again: it names the link; NCCL_SOCKET_IFNAME chooses the interface"
     if layout.platform == "cpu":
         advice = "see whether every process still runs, and whether a firewall closes ports between the nodes"

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 from amsp_jax.cli.doctor.findings import Finding, fail, ok, one_line, warn
 from amsp_jax.predict.cluster import device_peak
-from amsp_jax.runtime.launch import Layout
+from amsp_jax.runtime.launch import DeviceLayout
 from amsp_jax.runtime.launch.processes import number_in
 
 _GIB = 2**30
@@ -28,7 +28,7 @@ _NUM_ELEMENTS_GPU = 1 << 20
 
 
 def check_devices(
-    layout: Layout, driver: str | None, num_visible: int, num_local: int, environ: Mapping[str, str] = os.environ
+    layout: DeviceLayout, driver: str | None, num_visible: int, num_local: int, environ: Mapping[str, str] = os.environ
 ) -> Iterator[Finding]:
     """The devices against the device files and SLURM.
 
@@ -51,7 +51,9 @@ def check_devices(
         yield warn("settings", note)
 
 
-def _check_counts(layout: Layout, num_visible: int, num_local: int, environ: Mapping[str, str]) -> Iterator[Finding]:
+def _check_counts(
+    layout: DeviceLayout, num_visible: int, num_local: int, environ: Mapping[str, str]
+) -> Iterator[Finding]:
     if layout.process_count == 1 and num_local < num_visible:
         yield fail(
             "device count",
@@ -68,7 +70,7 @@ def _check_counts(layout: Layout, num_visible: int, num_local: int, environ: Map
         )
 
 
-def check_memory(layout: Layout) -> Iterator[Finding]:
+def check_memory(layout: DeviceLayout) -> Iterator[Finding]:
     """Memory a device may use; on GPUs most of it is allocated once, to see that it is really there."""
     found = f"{layout.memory_bytes / _GIB:.3g} GiB a device"
     if layout.platform == "cpu":
@@ -81,7 +83,7 @@ def check_memory(layout: Layout) -> Iterator[Finding]:
     yield judge_memory(layout, found)
 
 
-def judge_memory(layout: Layout, found: str) -> Finding:
+def judge_memory(layout: DeviceLayout, found: str) -> Finding:
     """The bytes of a device against those of its data sheet, or against the least that is of use."""
     peak = device_peak(layout.device_kind)
     if layout.platform != "cpu" and peak and layout.memory_bytes < _MIN_SHARE_OF_MEMORY * peak.memory_bytes:
@@ -108,7 +110,7 @@ def allocation_problem(num_bytes: int) -> str | None:
     return None
 
 
-def axes_to_check(layout: Layout) -> dict[str, tuple[str, ...]]:
+def axes_to_check(layout: DeviceLayout) -> dict[str, tuple[str, ...]]:
     """The collectives worth trying, by name: over each axis that is larger than 1, and over both at once."""
     sizes = {NODE: layout.num_nodes, DEVICE: layout.devices_per_node}
     names = {DEVICE: "psum within nodes", NODE: "psum across nodes"}
@@ -116,7 +118,7 @@ def axes_to_check(layout: Layout) -> dict[str, tuple[str, ...]]:
     return {**axes, "psum over all": (NODE, DEVICE)} if len(axes) == 2 else axes
 
 
-def check_psum(check: str, layout: Layout, axes: tuple[str, ...]) -> list[Finding]:
+def check_psum(check: str, layout: DeviceLayout, axes: tuple[str, ...]) -> list[Finding]:
     """A sum over `axes` of the grid of nodes and devices: its value on each device of this process, and its time."""
     mesh = Mesh(
         np.array(layout.devices).reshape(layout.num_nodes, layout.devices_per_node),

@@ -28,7 +28,7 @@ AXES = ("inter_rest", "inter_group", "intra_rest", "intra_group")
 
 
 class Machine(Protocol):
-    """The devices of a run, as `launch.Layout` has them: node after node."""
+    """The devices of a run, as `launch.DeviceLayout` has them: node after node."""
 
     @property
     def platform(self) -> str:

@@ -8,8 +8,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from amsp_jax.runtime.launch.layout import Layout as Layout
-    from amsp_jax.runtime.launch.layout import setup as setup
+    from amsp_jax.runtime.launch.device_layout import DeviceLayout as DeviceLayout
+    from amsp_jax.runtime.launch.device_layout import setup as setup
     from amsp_jax.runtime.launch.process_0 import from_process_0 as from_process_0
     from amsp_jax.runtime.launch.process_0 import process_0_first as process_0_first
     from amsp_jax.runtime.launch.process_0 import say as say
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _HOME = {
     "environment": "amsp_jax.runtime.launch.provenance",
-    "Layout": "amsp_jax.runtime.launch.layout",
-    "setup": "amsp_jax.runtime.launch.layout",
+    "DeviceLayout": "amsp_jax.runtime.launch.device_layout",
+    "setup": "amsp_jax.runtime.launch.device_layout",
     "from_process_0": "amsp_jax.runtime.launch.process_0",
     "process_0_first": "amsp_jax.runtime.launch.process_0",
     "say": "amsp_jax.runtime.launch.process_0",

@@ -36,7 +36,7 @@ _DEVICES_S = 120.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class DeviceLayout:
     """The devices of a run.
 
     Attributes:
@@ -107,7 +107,7 @@ def setup(
     timeout_s: float = 60.0,
     same: Mapping[str, str] | None = None,
     watched: bool = True,
-) -> Layout:
+) -> DeviceLayout:
     """Chooses the platform, joins the processes, sets XLA's flags and returns the devices in order.
 
     Call it once, before jax is used for anything but shapes.
@@ -150,7 +150,7 @@ def setup(
         watch.doing("running the first collective", timeout_s)
         add_up(devices)
     watch.doing("starting")
-    return Layout(
+    return DeviceLayout(
         platform=platform,
         num_nodes=grid.num_nodes,
         devices_per_node=grid.devices_per_node,
