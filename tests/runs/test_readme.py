@@ -41,8 +41,8 @@ if "metrics" in globals():
     script.write_text(SNIPPETS[number] + checks)
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     done = subprocess.run(
-        [sys.executable, script], env=env | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
-        check=False,
+        [sys.executable, script], cwd=tmp_path, env=env | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert ("trained" in done.stdout) == ("make_train_step" in SNIPPETS[number])
