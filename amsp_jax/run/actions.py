@@ -131,7 +131,7 @@ class Validation(Action):
         with Prefetcher(lambda i: self._job.load_batch(self._dataset, i), 0, self._num_batches) as batches:
             for number, batch in enumerate(batches, start=1):
                 own_watch().doing(f"validating, batch {number} of {self._num_batches}", VALIDATION_LIMIT_S)
-                sums = self._evaluate(run.params, batch)
+                sums = self._evaluate(run.state.params, batch)
                 loss, weight = loss + float(sums.loss), weight + float(sums.weight)
                 aux = sums.aux if aux is None else jax.tree.map(jnp.add, aux, sums.aux)
                 if may_stop and own_watch().stops_here():

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from amsp_jax.engine.leaves import LeafPlan, crop
 from amsp_jax.engine.plan import Plan
 from amsp_jax.engine.state import TrainState
 from amsp_jax.errors import UserError
@@ -16,6 +17,11 @@ from amsp_jax.run.config import TrainConfig
 from amsp_jax.run.job import Job
 from amsp_jax.run.metrics import TRAIN_FILE, VALIDATION_FILE, read_rows
 from amsp_jax.runtime.launch import say
+
+
+def _of_true_shape(x: jax.Array, leaf: LeafPlan) -> jax.Array:
+    # Compiled, as an array of several hosts cannot be sliced outside of a program.
+    return jax.jit(crop, static_argnums=1)(x, leaf.shape) if leaf.is_padded else x
 
 
 class Run:
@@ -72,8 +78,12 @@ class Run:
 
     @property
     def params(self) -> Params:
-        """The float32 parameters of `state`, as they are stored: padded where a dimension does not divide."""
-        return self.state.params
+        """The float32 parameters of `state`, of true shape: the model's functions take them as they are.
+
+        Where no leaf is padded they are the state's own arrays, which the next step overwrites: a hook that keeps them
+        for later must copy them. On several hosts every process must ask for them.
+        """
+        return jax.tree.map(_of_true_shape, self.state.params, self.plan.leaves)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

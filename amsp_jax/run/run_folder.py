@@ -27,7 +27,7 @@ DEFAULT_PARENT = Path("runs")
 CONFIG_FILE = "config.gin"
 TOKENIZER_FILE = "tokenizer.json"
 CHECKPOINTS = "checkpoints"
-IDENTITY = ("model", "model_overrides", "end_of_document", "seed", "global_batch", "seq_len", "optimizer")
+IDENTITY = ("model", "model_overrides", "end_of_document", "seed", "global_batch", "seq_len", "optimizer", "frozen")
 """The settings that make a run: with another value it is another run. The data are told by their content."""
 HOW_COMPUTED = ("attention", "loss_chunks")
 """The fields of `model_overrides` that do not: they change how a model is computed, not which it is."""

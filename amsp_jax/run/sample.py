@@ -42,6 +42,6 @@ def _say_sample(run: Run) -> None:
         return
     prompt = validation.rows(0, np.array([0]))["tokens"][0, :_PROMPT_TOKENS].tolist()
     next_logits = make_next_logits(run.plan, job.settings, job.batch.seq_len)
-    drawn = generate(next_logits, run.params, prompt, Sampling(), tokenizer.end_of_document, tokenizer.vocab_size)
+    drawn = generate(next_logits, run.state.params, prompt, Sampling(), tokenizer.end_of_document, tokenizer.vocab_size)
     text = tokenizer.decode(list(islice(drawn, _SAMPLE_TOKENS)))
     run.say("sample, the prompt before the bar:", f"{tokenizer.decode(prompt)}|{text}")

@@ -242,3 +242,22 @@ def test_what_is_no_model() -> None:
         amsp.Trainer(bigrams(), data=Rows(), learning_rate=optax.constant_schedule(0.1))
     with pytest.raises(UserError, match=r"every\(0, ...\): the number of steps must be a whole number above 0"):
         amsp.hooks.every(0, print)
+
+
+def test_parameters_are_of_true_shape() -> None:
+    """Where the stored leaf is padded as well: 39 rows over 8 devices."""
+
+    def loss(params: Any, batch: Batch, rng: jax.Array) -> Any:
+        return (params["table"][batch["tokens"], batch["targets"]].sum(), batch["weights"].sum()), {}
+
+    model = amsp.Model.from_loss(loss, lambda key: {"table": jax.random.normal(key, (39, 17))})
+    run = amsp.Trainer(model, optax.sgd(0.0), **{**SMALL, "strategy": "zero3", "data": Rows(), "steps": 1}).fit()
+    assert run.state.params["table"].shape == (40, 17)
+    one = amsp.init_state(amsp.make_plan("ddp", model), optax.sgd(0.0)).params["table"]
+    np.testing.assert_array_equal(run.params["table"], one)
+
+
+def test_a_run_goes_on_with_the_same_frozen_parameters() -> None:
+    trainer(run_dir="x", stop_after=1).fit()
+    with pytest.raises(UserError, match=r"different run: frozen=\[\] there and frozen=\['tab.*'\] here"):
+        trainer(run_dir="x", frozen=("tab.*",)).fit()
