@@ -9,6 +9,21 @@ class UserError(ValueError):
     """
 
 
+def text_of(error: BaseException) -> str:
+    """What an error of other people's code says, on one line: its type and its message, a `UserError`'s message alone.
+
+    It never raises, though a message may be made by code that does.
+    """
+    try:
+        words = " ".join(str(error).split()).rstrip(".")
+    except Exception:
+        words = "its message cannot be printed"
+    kind = type(error).__name__
+    if isinstance(error, UserError) and words:
+        return words
+    return f"{kind}: {words}" if words else kind
+
+
 class BadNumbersError(Exception):
     """The numbers of a run went bad: no mistake in its command, and the same command again would not mend it."""
 

@@ -232,6 +232,14 @@ class Model:
         """A model that declares no blocks: `loss(params, batch, rng) -> ((loss_sum, weight_sum), aux)` on any pytree.
 
         `rng` has one key per row, made of (seed, step, row), so dropout is the same on every mesh.
+
+        Args:
+          loss: the loss function.
+          init: `init(key)`, fresh parameters.
+          name: for messages and run folders.
+          numbers: for FLOPs.
+          vocab_size: number of token ids that the model knows. Text data need it, and ids of data from Python are
+            checked only where it is given: without it an id outside becomes a wrong loss, or NaN.
         """
         head = Part(init, lambda params, embed, x, batch, rng: loss(params, batch, rng))
         return cls(
@@ -268,7 +276,8 @@ class Model:
           tied: the head's `__call__` takes `embed`, the embedding's module.
           name: for messages and run folders.
           numbers: for FLOPs.
-          vocab_size: number of token ids that the model knows; text data need it.
+          vocab_size: number of token ids that the model knows. Text data need it, and ids of data from Python are
+            checked only where it is given: without it an id outside becomes a wrong loss, or NaN.
 
         Raises:
           UserError: a number of blocks that contradicts the list, or a module that holds state.

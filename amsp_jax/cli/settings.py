@@ -10,9 +10,11 @@ import argparse
 import ast
 import contextlib
 import dataclasses
+import difflib
 import importlib.resources
 import logging
 import re
+import shlex
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,6 +42,8 @@ QUICKSTART = "configs/quickstart.gin"
 
 _FLAG = "--gin."
 _NO_WRAP = 1_000_000
+# Names that a message shows in place of a file that is not there.
+_NUM_NEAR = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,10 +119,7 @@ def parse_command_line(argv: Sequence[str], *, starts_from_quickstart: bool = Fa
     parser.add_argument("-h", "--help", action="store_true")
     known, unknown = parser.parse_known_args([a for a in argv if not a.startswith(_FLAG)])
     if unknown:
-        flags = ["--gin_file", "--coordinator", "--num_processes", "--process_id", "--dry-run"]
-        flags += [_FLAG + field.upper() for field in FIELDS]
-        hint = did_you_mean(unknown[0].split("=")[0], flags)
-        raise UserError(f"unknown argument {unknown[0]!r}{hint}; settings are written --gin.STEPS=100")
+        raise UserError(_unknown_argument(unknown))
     return CommandLine(
         gin_files=tuple(find_gin_files(known.gin_file) if known.gin_file or starts_from_quickstart else ()),
         bindings=tuple(binding(a) for a in argv if a.startswith(_FLAG)),
@@ -128,6 +129,17 @@ def parse_command_line(argv: Sequence[str], *, starts_from_quickstart: bool = Fa
         is_dry_run=known.dry_run,
         wants_help=known.help,
     )
+
+
+def _unknown_argument(unknown: Sequence[str]) -> str:
+    flag, equals, value = unknown[0].partition("=")
+    name = flag.lstrip("-").replace("-", "_").lower()
+    if flag.startswith("-") and name in FIELDS:
+        value = value if equals else next((word for word in unknown[1:] if not word.startswith("--")), "VALUE")
+        return f"unknown argument {unknown[0]!r}: settings are written {shlex.quote(f'{_FLAG}{name.upper()}={value}')}"
+    flags = ["--gin_file", "--coordinator", "--num_processes", "--process_id", "--dry-run"]
+    flags += [_FLAG + field.upper() for field in FIELDS]
+    return f"unknown argument {unknown[0]!r}{did_you_mean(flag, flags)}; settings are written --gin.STEPS=100"
 
 
 def find_gin_files(names: Sequence[str]) -> list[Path]:
@@ -144,9 +156,17 @@ def find_gin_file(name: str) -> Path:
                 return path
     there = [str(p.relative_to(PACKAGE)) for p in sorted((PACKAGE / "configs").rglob("*.gin"))]
     folders = " or ".join(dict.fromkeys((str(Path.cwd()), str(PACKAGE))))
+    near = sorted(there, key=lambda path: _likeness(name, path), reverse=True)[:_NUM_NEAR]
     raise UserError(
-        f"--gin_file={name}: no such file in {folders}{did_you_mean(name, there)}; there are {', '.join(there)}"
+        f"--gin_file={name}: no such file in {folders}{did_you_mean(name, there)}; the nearest names are "
+        f"{', '.join(near)}"
     )
+
+
+def _likeness(name: str, path: str) -> float:
+    """How much a name is like a path, or like the last part of it."""
+    pairs = ((name, path), (Path(name).name, Path(path).name))
+    return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
 
 
 def binding(flag: str) -> str:

@@ -42,7 +42,7 @@ class TrainConfig:
 
     strategy: str = _setting("auto", "auto, a preset, or 'params=... grads=... opt_state=...'; see below")
     rules: dict = _setting({}, "strategies of parameters that differ, by pattern of their names, {'embed.*': 'zero1'}")
-    frozen: tuple | list = _setting((), "patterns of the names of parameters that are not trained, ('embed.*',)")
+    frozen: tuple | list | str = _setting((), "patterns of the names of parameters that are not trained, ('embed.*',)")
     tensor: int = _setting(
         1, "devices that share each matrix and the sequence between them; a group lies inside a node"
     )
@@ -111,6 +111,8 @@ class TrainConfig:
     devices_per_node: int | None = _setting(None, "splits real devices into logical nodes of this many")
 
     def __post_init__(self) -> None:
+        for name in ("compute_dtype", "reduce_dtype", "inter_node_dtype"):
+            object.__setattr__(self, name, _dtype_name(getattr(self, name)))
         for name, (kind, _) in FIELDS.items():
             _check_type(name, getattr(self, name), kind)
             _check_word(name, getattr(self, name))
@@ -118,7 +120,7 @@ class TrainConfig:
             _check_least(name, getattr(self, name), 1)
         for name in _AT_LEAST_ZERO:
             _check_least(name, getattr(self, name), 0)
-        object.__setattr__(self, "frozen", tuple(self.frozen))
+        object.__setattr__(self, "frozen", (self.frozen,) if isinstance(self.frozen, str) else tuple(self.frozen))
         for name, words in (("rules", [*self.rules, *self.rules.values()]), ("frozen", self.frozen)):
             if wrong := [word for word in words if not isinstance(word, str)]:
                 raise UserError(f"{name}={getattr(self, name)!r}: {wrong[0]!r} is no text; it holds patterns and names")
@@ -195,6 +197,16 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """` (did you mean x?)`, or nothing where no choice is near."""
     near = difflib.get_close_matches(name, list(choices), 1)
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _dtype_name(value: Any) -> Any:
+    """The name of a dtype such as `jnp.float32`; anything else as it is, to be checked as a setting."""
+    if value is None or isinstance(value, str):
+        return value
+    # The command line's helps read this module, and are to be fast.
+    import numpy as np
+
+    return np.dtype(value).name if isinstance(value, type | np.dtype) else value
 
 
 def _check_type(name: str, value: Any, kind: Any) -> None:

@@ -76,10 +76,12 @@ def every(num_steps: int, call: Callable[[Run, TrainRow], Any]) -> Hook:
     """Calls `call(run, metrics)` after each step that `num_steps` divides; it may read `run.state` and `run.params`.
 
     Raises:
-      UserError: `num_steps` is no whole number above 0.
+      UserError: `num_steps` is no whole number above 0, or `call` cannot be called.
     """
     if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
         raise UserError(f"every({num_steps!r}, ...): the number of steps must be a whole number above 0")
+    if not callable(call):
+        raise UserError(f"every({num_steps}, {call!r}): it calls a function(run, metrics), and this cannot be called")
     return _Every(num_steps, call)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from amsp_jax.errors import BadNumbersError, HookError, NonFiniteError, Stopped, UserError
+from amsp_jax.errors import BadNumbersError, HookError, NonFiniteError, Stopped, UserError, text_of
 from amsp_jax.run.actions import Action, CompareReplicas, NonFiniteGuard, SaveCheckpoints, Validation, non_finite_leaves
 from amsp_jax.run.checkpoint import Checkpointer
 from amsp_jax.run.data import Prefetcher
@@ -34,6 +34,10 @@ _ADVICE = {
     "skip": "That is more in a row than max_skipped={max_skipped} allows; a lower learning rate or an earlier "
     "checkpoint may help.",
 }
+_UNCHECKED_IDS = (
+    "The ids of data={data} were not checked, as the model does not say how many it knows: with vocab_size given to "
+    "Model.from_nnx, Model.from_loss or Model, an id outside the vocabulary is named."
+)
 
 
 class Loop:
@@ -136,10 +140,22 @@ class Loop:
             # It may have failed since the line before last.
             self._checkpointer.raise_failed()
             self._checkpoint_done()
-        if any(hook.needs_state(number) for hook in self._hooks):
+        if self._needs_state(number):
             self._reporter.flush()
             batches.settle(_SETTLE_S)
             self._reporter.start_clock()
+
+    def _needs_state(self, number: int) -> bool:
+        """Whether a hook reads the state of this step; one that raises is left out, as in `_call_all`."""
+        needs = False
+        for hook in list(self._hooks):
+            try:
+                needs = needs or hook.needs_state(number)
+            except Exception as error:
+                if isinstance(hook, Action):
+                    raise
+                self._fail(hook, "needs_state", error)
+        return needs
 
     def _next(self, batches: Prefetcher[dict[str, jax.Array]]) -> dict[str, jax.Array]:
         """The next batch; where the data fail, what was trained is saved before the error goes on."""
@@ -214,14 +230,14 @@ class Loop:
                 self._fail(hook, event, error)
 
     def _fail(self, hook: Hook, event: str, error: Exception) -> None:
-        self._hooks.remove(hook)
-        what = " ".join(str(error).split()).rstrip(".")
-        what = what if isinstance(error, UserError) else f"{type(error).__name__}: {what}"
-        failure = HookError(f"hook {hook.name} failed in {event} at step {self._run.step}: {what}")
+        # By identity: a hook of anyone's may compare itself in its own way.
+        self._hooks = [other for other in self._hooks if other is not hook]
+        name, what = _hook_name(hook), text_of(error)
+        failure = HookError(f"hook {name} failed in {event} at step {self._run.step}: {what}")
         if self._failed is None:
             self._failed = _with_cause(failure, error)
             if jax.process_count() > 1:
-                own_watch().ask_to_stop(f"hook {hook.name} of process {jax.process_index()}")
+                own_watch().ask_to_stop(f"hook {name} of process {jax.process_index()}")
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -232,7 +248,17 @@ class Loop:
             leaves = non_finite_leaves(self._job, self._run, error.step)
             config = self._job.config
             advice = _ADVICE[config.on_nonfinite].format(max_skipped=config.max_skipped)
+            if self._job.model.vocab_size is None:
+                advice += f" {_UNCHECKED_IDS.format(data=config.data)}"
             raise BadNumbersError(f"{error}; {leaves}. {advice}") from None
+
+
+def _hook_name(hook: Hook) -> str:
+    """The hook's own name; its class's where asking for it raises."""
+    try:
+        return str(hook.name)
+    except Exception:
+        return type(hook).__name__
 
 
 def _with_cause(error: HookError, cause: BaseException | None) -> HookError:

@@ -120,16 +120,17 @@ def foreign_checkpoint(init_from: str, job: Job) -> Saved:
     """The weights that `init_from` names: of a run folder's newest checkpoint, or of one of them."""
     path, wanted = Path(init_from).expanduser(), params_alone(job.plan)
     saved: Saved | None = None
+    is_there = True
     # What cannot even be looked at has no checkpoint either.
     with contextlib.suppress(OSError):
+        is_there = path.exists()
         if (path / CHECKPOINTS).is_dir():
             saved = _open(path / CHECKPOINTS, None, wanted)
         elif path.is_dir() and path.name.isdecimal():
             saved = _open(path.parent, int(path.name), wanted)
     if saved is None:
-        raise UserError(
-            f"init_from={path} has no complete checkpoint; name a run folder, or a step in its {CHECKPOINTS}"
-        )
+        what = " has no complete checkpoint" if is_there else f": no such folder (looked at {path.absolute()})"
+        raise UserError(f"init_from={path}{what}; name a run folder, or a step in its {CHECKPOINTS}")
     return saved
 
 

@@ -21,9 +21,11 @@ from amsp_jax.engine.learning_rate import LearningRate
 from amsp_jax.errors import HookError, Stopped, UserError
 from amsp_jax.model import Model
 from amsp_jax.run import auto, hooks
+from amsp_jax.run.arguments import checked_hooks, require_model, require_optimizer
 from amsp_jax.run.config import FIELDS, TrainConfig, did_you_mean
 from amsp_jax.run.data import Source
-from amsp_jax.run.data.source import source_name
+from amsp_jax.run.data.paths import require_corpus
+from amsp_jax.run.data.source import can_read_again, source_name
 from amsp_jax.run.hooks import Hook
 from amsp_jax.run.job import Job, compile_step, prepare
 from amsp_jax.run.loop import Loop
@@ -41,7 +43,6 @@ _OF_NAMED_OPTIMIZERS = (
     *("learning_rate", "warmup_steps", "lr_schedule", "lr_final_fraction", "lr_decay_fraction"),
     *("weight_decay", "clip_norm", "beta1", "beta2", "epsilon", "momentum"),
 )
-# A source's ids are not checked where the model does not say how many it knows.
 
 
 class Trainer:
@@ -91,17 +92,15 @@ class Trainer:
         Raises:
           UserError: a value of the wrong type or out of range, an unknown setting, or one that has no effect.
         """
-        if not isinstance(model, Model):
-            raise UserError(
-                f"model={model!r} is {type(model).__name__}; give a Model, as amsp_jax.Model.from_loss or "
-                "amsp_jax.build_model('llama-tiny') make it"
-            )
+        require_model(model)
+        require_optimizer(optimizer)
         self._model, self._layout, self._notes = model, layout, tuple(notes)
         self._optimizer = None if isinstance(optimizer, str) else optimizer
         self._schedule = learning_rate if callable(learning_rate) else None
         self._source = None if isinstance(data, str) else data
         self._validation = validation
-        self._default_hooks, self._hooks = default_hooks, tuple(hooks)
+        self._default_hooks = None if default_hooks is None else checked_hooks("default_hooks", default_hooks)
+        self._hooks = checked_hooks("hooks", hooks)
         if isinstance(strategy, Strategy) and strategy.rules:
             # A setting has one level: the rules of a strategy are settings of their own.
             settings = {"rules": {pattern: str(one) for pattern, one in strategy.rules}, **settings}
@@ -134,14 +133,20 @@ class Trainer:
     def check(self) -> None:
         """Checks all that `fit` would check before it compiles, prints the plan, and writes nothing.
 
+        It also reads the first batch of `data` and of `validation`, so that rows that raise or do not fit are found
+        here. A source made by `from_iterator` is not read: its first batch would be lost for `fit`.
+
         Raises:
-          UserError: as `fit`.
+          UserError: as `fit`, or the first batch is wrong.
         """
         with _signals_caught():
             start = self._prepare(shows_layout=True)
             if start.first >= start.last:
                 _ended_before(start)
                 return
+            for dataset, step in ((start.job.datasets.train, start.first), (start.job.datasets.validation, 0)):
+                if can_read_again(dataset):
+                    start.job.load_batch(dataset, step)
             steps = f"steps {start.first + 1} to {start.last}"
             say(f"dry run: it would train {steps} in {start.folder.path}; nothing is written")
 
@@ -163,17 +168,26 @@ class Trainer:
             raise UserError("learning_rate is a function; it needs an optimizer of your own, or choose lr_schedule=")
         if self._source is not None:
             settings["data"] = source_name(self._source)
-        elif self._model.vocab_size is None:
-            raise UserError(
-                f"data={settings.get('data', 'stdlib')!r} names a corpus, and the model does not say how many token "
-                "ids it knows: give vocab_size to Model.from_nnx, Model.from_loss or Model"
-            )
-        return TrainConfig(**settings, model=self._model.name)
+        config = TrainConfig(**settings, model=self._model.name)
+        self._require_vocabulary(config)
+        return config
 
     def _whole(self, config: TrainConfig, settings: Mapping[str, Any]) -> TrainConfig:
         for name, value in settings.items():
             raise UserError(f"{name}={value!r} beside config: a setting is given once; put it into the config")
+        self._require_vocabulary(config)
         return config if self._source is None else dataclasses.replace(config, data=source_name(self._source))
+
+    def _require_vocabulary(self, config: TrainConfig) -> None:
+        """A corpus is tokenised for, or compared with, the number of ids that the model knows."""
+        if self._source is not None or self._model.vocab_size is not None:
+            return
+        # Of two mistakes the one that is nearer to what the person wrote comes first.
+        require_corpus(config.data)
+        raise UserError(
+            f"data={config.data!r} names a corpus, and the model does not say how many token ids it knows: give "
+            "vocab_size to Model.from_nnx, Model.from_loss or Model"
+        )
 
     def _prepare(self, shows_layout: bool = False) -> _Start:
         """All that can be wrong before a file is written; nothing is compiled."""

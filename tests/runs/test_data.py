@@ -373,8 +373,10 @@ def test_a_bad_tokenizer_file_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("files", "data", "changes", "message"),
     [
-        ({}, "nowhere", {}, r"nowhere' does not exist \(looked at .*a folder of text files"),
-        ({}, "nowhere.npy", {}, "does not exist"),
+        ({}, "nowhere", {}, r"^data='.*nowhere': no such file or folder \(looked at .*a folder of text files"),
+        ({}, "nowhere.npy", {}, "no such file or folder"),
+        ({}, "nowhere", {"vocab_size": 256}, "no such file or folder"),
+        ({}, "nowhere.npy", {"end_of_document": 300}, "no such file or folder"),
         ({}, ".", {}, "holds no text: 0 of its 0 files"),
         ({"a.png": b"\xff\0"}, ".", {}, "holds no text: 0 of its 1 files"),
         ({"a.png": b"\xff\0"}, "a.png", {}, "a.png' is not UTF-8 text"),

@@ -1,7 +1,7 @@
 """`Trainer` from Python: hooks, a model's own sums, a hook that raises, and arguments that are wrong."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import amsp_jax as amsp
-from amsp_jax.errors import HookError, UserError
+from amsp_jax.errors import BadNumbersError, HookError, UserError
 from amsp_jax.model import Batch
 from amsp_jax.run.checkpoint.manifest import MANIFEST
 from amsp_jax.run.metrics import read_rows
@@ -36,7 +36,7 @@ class Validation(Rows):
     num_rows = 12
 
 
-def bigrams() -> amsp.Model:
+def bigrams(vocab_size: int | None = None) -> amsp.Model:
     """A table of logits for each pair of ids; its own sum counts the tokens that it has right."""
 
     def loss(params: Any, batch: Batch, rng: jax.Array) -> Any:
@@ -45,7 +45,10 @@ def bigrams() -> amsp.Model:
         right = jnp.where(logits.argmax(-1) == batch["targets"], batch["weights"], 0.0)
         return ((wrong * batch["weights"]).sum(), batch["weights"].sum()), {"right": right.sum()}
 
-    return amsp.Model.from_loss(loss, lambda key: {"table": jax.random.normal(key, (IDS, IDS))}, name="bigrams")
+    def init(key: jax.Array) -> Any:
+        return {"table": jax.random.normal(key, (IDS, IDS))}
+
+    return amsp.Model.from_loss(loss, init, name="bigrams", vocab_size=vocab_size)
 
 
 def trainer(**changes: Any) -> amsp.Trainer:
@@ -219,6 +222,84 @@ def test_check_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert "dry run: it would train steps 1 to 6 in run" in capsys.readouterr().out and not Path("run").exists()
 
 
+class Changed(Rows):
+    """Rows to which something is done."""
+
+    num_rows = 48
+
+    def __init__(self, change: Callable[[dict[str, np.ndarray]], Any]) -> None:
+        self._change = change
+
+    def rows(self, step: int, rows: np.ndarray) -> Any:
+        return self._change(super().rows(step, rows))
+
+
+def raises(arrays: dict[str, np.ndarray]) -> None:
+    raise ConnectionError("the server\nis gone")
+
+
+FAULTS: dict[str, tuple[Callable[[dict[str, np.ndarray]], Any], str]] = {
+    "raises": (raises, "it raised ConnectionError: the server is gone"),
+    "no targets": (lambda arrays: {"tokens": arrays["tokens"]}, r"it gives \['tokens'\]; it must give"),
+    "floats": (lambda arrays: {**arrays, "tokens": arrays["tokens"] * 1.0}, "tokens are float64"),
+    "ragged": (lambda arrays: {**arrays, "tokens": [[1], [1, 2]]}, "it raised ValueError: "),
+    "ids": (lambda arrays: {**arrays, "targets": arrays["targets"] + IDS}, "model's ids are 0 to 10"),
+}
+
+
+@pytest.mark.parametrize("argument", ["data", "validation"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_check_finds_wrong_rows(argument: str, fault: str) -> None:
+    change, message = FAULTS[fault]
+    model = bigrams(vocab_size=IDS)
+    sources: dict[str, Any] = {"data": Rows(), argument: Changed(change)}
+    with pytest.raises(UserError, match=f"^{argument}=Changed, step 1: .*{message}") as raised:
+        amsp.Trainer(model, optax.adam(0.05), **{**SMALL, "strategy": "zero3", **sources}).check()
+    assert isinstance(raised.value.__cause__, ConnectionError) == (fault == "raises")
+    assert not Path("run").exists()
+
+
+def test_check_leaves_an_iterator_alone() -> None:
+    batches = iter([Rows().rows(step, np.arange(8)) for step in range(6)])
+    trainer(data=amsp.data.from_iterator(batches)).check()
+    assert len(list(batches)) == 6
+
+
+def test_nan_where_ids_are_not_checked_names_vocab_size() -> None:
+    wrong = Changed(lambda arrays: {**arrays, "targets": arrays["targets"] + IDS})
+    with pytest.raises(BadNumbersError, match="ids of data=Changed were not checked, .* vocab_size given to Model"):
+        trainer(data=wrong, hooks=()).fit()
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Nameless(amsp.hooks.Hook):
+    """A hook at fault in all that a message about it asks for."""
+
+    def __init__(self, event: str) -> None:
+        setattr(self, event, self._fail)
+
+    @property
+    def name(self) -> str:
+        raise RuntimeError("no name")
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("not to be compared")
+
+    def _fail(self, *values: Any) -> None:
+        raise Unspeakable
+
+
+@pytest.mark.parametrize("event", ["on_step", "needs_state"])
+def test_a_hook_whose_error_cannot_be_told(event: str) -> None:
+    told = f"^hook Nameless failed in {event} at step .: Unspeakable: its message cannot be printed; step . is saved"
+    with pytest.raises(HookError, match=told):
+        trainer(hooks=[Nameless(event)]).fit()
+
+
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"stepz": 3}, r"stepz=3 is no setting \(did you mean steps\?\)"),
     ({"steps": "3"}, "steps='3' is a str, but it must be an int; write steps=3"),
@@ -236,7 +317,7 @@ def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:
 
 
 def test_what_is_no_model() -> None:
-    with pytest.raises(UserError, match=r"model='llama-tiny' is str; give a Model, .*build_model\('llama-tiny'\)"):
+    with pytest.raises(UserError, match=r"model='llama-tiny' is a str; give a Model, .*build_model\('llama-tiny'\)"):
         amsp.Trainer("llama-tiny")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="learning_rate is a function; it needs an optimizer of your own"):
         amsp.Trainer(bigrams(), data=Rows(), learning_rate=optax.constant_schedule(0.1))

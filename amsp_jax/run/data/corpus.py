@@ -15,7 +15,7 @@ import tokenizers
 
 from amsp_jax.errors import UserError
 from amsp_jax.run.data.cache import cached, open_cache
-from amsp_jax.run.data.paths import printable
+from amsp_jax.run.data.paths import printable, require_corpus
 from amsp_jax.run.data.progress import Progress
 from amsp_jax.run.data.scans import remembered
 from amsp_jax.run.data.sources import OnCorrupt, Summary, TextSource, open_text
@@ -98,6 +98,7 @@ def open_dataset(
     """
     _check_numbers(seq_len, global_batch, seed, validation_fraction)
     if Path(data).suffix.lower() in TOKEN_SUFFIXES:
+        require_corpus(data)
         _check_end(end_of_document, vocab_size)
         _refuse_skip(data, on_corrupt)
         corpus = _open_token_corpus(data, vocab_size, end_of_document, cache_dir)
@@ -209,6 +210,7 @@ def _noted(note: str) -> list[str]:
 def _open_text_corpus(
     data: str, vocab_size: int, validation_fraction: float, cache_dir: Path | None, on_corrupt: OnCorrupt
 ) -> _Corpus:
+    require_corpus(data)
     check_vocab_size(vocab_size)
     source = open_text(data, on_corrupt)
     cache, note = open_cache(cache_dir)

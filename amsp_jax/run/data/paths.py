@@ -22,18 +22,24 @@ def existing(data: str) -> Path:
         path = Path(data).expanduser()
         there = path.exists()
     except OSError as error:
-        raise UserError(f"data {_shortened(data)} cannot be reached: {error.strerror}.") from error
+        raise UserError(f"data={_shortened(data)} cannot be reached: {error.strerror}.") from error
     # No such user as in `~user`; a NUL.
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"data {_shortened(data)} cannot be a path: {error}.") from error
+        raise UserError(f"data={_shortened(data)} cannot be a path: {error}.") from error
     if not there:
         raise UserError(
-            f"data {_shortened(data)} does not exist (looked at {path.absolute()}). Give {STDLIB!r}, a folder of text "
-            "files, a .jsonl, .npy or .bin file."
+            f"data={_shortened(data)}: no such file or folder (looked at {path.absolute()}). Give {STDLIB!r}, a folder "
+            "of text files, a .jsonl, .npy or .bin file."
         )
     if not path.is_file() and not path.is_dir():
-        raise UserError(f"data {_shortened(data)} is neither a file nor a folder. Write what it gives into a file.")
+        raise UserError(f"data={_shortened(data)} is neither a file nor a folder. Write what it gives into a file.")
     return path
+
+
+def require_corpus(data: str) -> None:
+    """Raises UserError where `data` names no corpus; nothing is read."""
+    if data != STDLIB:
+        existing(data)
 
 
 def visible_files(folder: Path) -> tuple[list[Path], int]:

@@ -5,15 +5,16 @@ A corpus that a text names is opened by `corpus`; here is what else `Trainer(dat
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
-from amsp_jax.errors import UserError
+from amsp_jax.errors import UserError, text_of
 from amsp_jax.run.data.corpus import Datasets
 from amsp_jax.run.data.iterators import IteratorSource
 from amsp_jax.run.data.windows import Rows
@@ -110,7 +111,7 @@ class SourceDataset:
         """As `Source.rows`, in int32 and float32, `weights` included.
 
         Raises:
-          UserError: the source gives something else.
+          UserError: the source gives something else, or raises; what it raised is the cause.
         """
         numbers = np.asarray(rows)
         if isinstance(self.source, IteratorSource) and len(numbers) * jax.process_count() != self.global_batch:
@@ -123,12 +124,9 @@ class SourceDataset:
         wanted = numbers[is_there]
         if isinstance(self.source, MapSource):
             wanted = wanted + step * self.global_batch
-        try:
+        with _named_errors(f"{self.name}, step {step + 1}"):
             given = self.source.rows(step, wanted) if is_there.any() else {}
-        except Exception as error:
-            error.add_note(f"in {self.name}, step {step + 1}")
-            raise
-        found = self._checked(given, step, int(is_there.sum()))
+            found = self._checked(given, step, int(is_there.sum()))
         if is_there.all():
             return found
         # What ends is as often no multiple of the batch: the rows that are missing count nothing.
@@ -254,6 +252,11 @@ def source_name(source: Source) -> str:
     return f"from_map({source.name})" if isinstance(source, MapSource) else type(source).__name__
 
 
+def can_read_again(dataset: Any) -> bool:
+    """Whether these are rows from Python, and reading a batch does not lose it for the next reader."""
+    return isinstance(dataset, SourceDataset) and not isinstance(dataset.source, IteratorSource)
+
+
 def _fingerprint(source: Source) -> dict[str, str]:
     fingerprint = getattr(source, "fingerprint", None)
     return {} if fingerprint is None else {"source": str(fingerprint)}
@@ -272,4 +275,18 @@ def resume(datasets: Datasets, num_steps: int, state: str | None) -> list[str]:
       UserError: they cannot.
     """
     source = getattr(datasets.train, "source", None)
-    return [source.resume(num_steps, state)] if isinstance(source, IteratorSource) else []
+    if not isinstance(source, IteratorSource):
+        return []
+    with _named_errors(f"data={source_name(source)}, continuing after batch {num_steps:,}"):
+        return [source.resume(num_steps, state)]
+
+
+@contextlib.contextmanager
+def _named_errors(where: str) -> Iterator[None]:
+    """Turns what the code of a source raises into a `UserError` that says where; what it raised is the cause."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{where}: it raised {text_of(error)}") from error
