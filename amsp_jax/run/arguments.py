@@ -18,14 +18,14 @@ def require_model(model: Any) -> None:
         return
     if isinstance(model, nnx.Module | type):
         advice = (
-            "amsp_jax.Model.from_nnx(embed=..., block=..., num_blocks=..., head=..., loss=...) makes one of Flax NNX "
+            ": amsp_jax.Model.from_nnx(embed=..., block=..., num_blocks=..., head=..., loss=...) makes one of Flax NNX "
             "modules, amsp_jax.Model.from_loss(loss, init) of any loss function"
         )
     elif callable(model):
-        advice = "amsp_jax.Model.from_loss(loss, init) makes one of a loss function"
+        advice = ": amsp_jax.Model.from_loss(loss, init) makes one of a loss function"
     else:
-        advice = "as amsp_jax.Model.from_loss, amsp_jax.Model.from_nnx or amsp_jax.build_model('llama-tiny') make it"
-    raise UserError(f"model={_named(model)} is {_kind(model)}; give a Model: {advice}")
+        advice = ", as amsp_jax.Model.from_loss, amsp_jax.Model.from_nnx or amsp_jax.build_model('llama-tiny') make it"
+    raise UserError(f"model={_named(model)} is {_kind(model)}; give a Model{advice}")
 
 
 def require_optimizer(optimizer: Any) -> None:

@@ -84,7 +84,7 @@ def test_what_is_no_optimizer(value: Any, message: str) -> None:
         (MyModel, r"model=MyModel is a class; give a Model: amsp_jax.Model.from_nnx\(embed="),
         (MyModel(), r"model=.* is a MyModel; give a Model: amsp_jax.Model.from_nnx\(embed="),
         (my_eval, "model=my_eval is a function; give a Model: amsp_jax.Model.from_loss"),
-        (None, "model=None is a NoneType; give a Model: as amsp_jax.Model.from_loss, amsp_jax.Model.from_nnx or"),
+        (None, "model=None is a NoneType; give a Model, as amsp_jax.Model.from_loss, amsp_jax.Model.from_nnx or"),
     ],
 )
 def test_what_is_no_model(value: Any, message: str) -> None:
