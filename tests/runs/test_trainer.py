@@ -259,6 +259,39 @@ def test_check_finds_wrong_rows(argument: str, fault: str) -> None:
     assert not Path("run").exists()
 
 
+@pytest.mark.parametrize("attribute", ["num_rows", "fingerprint"])
+def test_attributes_of_a_source_that_raise(attribute: str) -> None:
+    def raising(self: Rows) -> None:
+        raise OSError("no such table")
+
+    source = type("Table", (Rows,), {attribute: property(raising)})()
+    with pytest.raises(UserError, match=f"^data=Table, {attribute}: it raised OSError: no such table"):
+        trainer(data=source).check()
+
+
+class Resumed:
+    """An iterator that cannot be set to where it was."""
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        return Rows().rows(0, np.arange(8))
+
+    def __iter__(self) -> "Resumed":
+        return self
+
+    def get_state(self) -> dict[str, int]:
+        return {}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        raise KeyError("page")
+
+
+def test_an_iterator_that_raises_when_a_run_goes_on() -> None:
+    trainer(data=amsp.data.from_iterator(Resumed()), stop_after=2, hooks=()).fit()
+    told = r"^data=from_iterator\(Resumed\), continuing after batch 2: it raised KeyError: 'page'"
+    with pytest.raises(UserError, match=told):
+        trainer(data=amsp.data.from_iterator(Resumed())).check()
+
+
 def test_check_leaves_an_iterator_alone() -> None:
     batches = iter([Rows().rows(step, np.arange(8)) for step in range(6)])
     trainer(data=amsp.data.from_iterator(batches)).check()

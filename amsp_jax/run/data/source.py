@@ -104,8 +104,9 @@ class SourceDataset:
     @property
     def num_rows(self) -> int:
         """Rows of the source; `sys.maxsize` for one that does not end."""
-        num_rows = getattr(self.source, "num_rows", None)
-        return sys.maxsize if num_rows is None else int(num_rows)
+        with _named_errors(f"{self.name}, num_rows"):
+            num_rows = getattr(self.source, "num_rows", None)
+            return sys.maxsize if num_rows is None else int(num_rows)
 
     def rows(self, step: int, rows: np.ndarray) -> Rows:
         """As `Source.rows`, in int32 and float32, `weights` included.
@@ -258,7 +259,8 @@ def can_read_again(dataset: Any) -> bool:
 
 
 def _fingerprint(source: Source) -> dict[str, str]:
-    fingerprint = getattr(source, "fingerprint", None)
+    with _named_errors(f"data={source_name(source)}, fingerprint"):
+        fingerprint = getattr(source, "fingerprint", None)
     return {} if fingerprint is None else {"source": str(fingerprint)}
 
 
