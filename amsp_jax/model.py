@@ -349,11 +349,15 @@ class Model:
 
 
 def token_loss(logits: jax.Array, batch: Batch) -> LossOutput:
-    """Cross-entropy of logits [rows, seq, vocab] and `targets`, summed with `weights`, in float32."""
+    """Cross-entropy of logits [rows, seq, vocab] and `targets`, summed with `weights`, in float32.
+
+    In a batch without `weights` every token has the weight 1.
+    """
     logits = logits.astype(jnp.float32)
     right = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
     losses = jax.nn.logsumexp(logits, axis=-1) - right
-    return (jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])), {}
+    weights = batch["weights"] if "weights" in batch else jnp.ones_like(losses)
+    return (jnp.sum(losses * weights), jnp.sum(weights)), {}
 
 
 def _maker(make: Callable[..., nnx.Module]) -> Callable[[nnx.Rngs], nnx.Module]:

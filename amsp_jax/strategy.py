@@ -8,6 +8,7 @@ rank keeps gradients or optimizer states of parameters that are not its own.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import inspect
@@ -171,8 +172,10 @@ class Strategy:
 
     Attributes:
       params, grads, opt_state: a sharding, or its text as `over` takes it.
-      rules: pairs of a regular expression and a strategy or its text, for leaves that differ. The first expression that
-        matches the whole name of a leaf decides; a leaf that none matches has the three shardings above.
+      rules: strategies, or their texts, of leaves that differ: pairs of a regular expression and a strategy, or a dict,
+        as the setting `rules` is one. The first expression that matches the whole name of a leaf decides; a leaf that
+        none matches has the three shardings above. The attribute holds pairs.
+      text: what the person wrote, such as `mics(4)`, for messages; empty if there is no such text.
 
     Raises:
       UserError: a text is no sharding, an expression is not regular, or the strategy of a rule has rules itself.
@@ -187,6 +190,7 @@ class Strategy:
     grads: Sharding
     opt_state: Sharding
     rules: tuple[tuple[str, Strategy], ...] = ()
+    text: str = dataclasses.field(default="", init=False, compare=False, repr=False)
 
     def __init__(
         self,
@@ -213,12 +217,21 @@ class Strategy:
         Raises:
           UserError: a degree does not fit the ranks, or the dependency rule is broken.
         """
+        return self._resolve(ranks, f"strategy={self._as_written}")
+
+    def _resolve(self, ranks: DataRanks, where: str) -> Degrees:
         try:
             degrees = Degrees(self.params.degree(ranks), self.grads.degree(ranks), self.opt_state.degree(ranks), ranks)
+            _check_dependency(degrees)
         except UserError as error:
-            raise UserError(f"strategy '{self}': {error}") from None
-        _check_dependency(self, degrees)
+            raise UserError(f"{where}: {error}") from None
         return degrees
+
+    @property
+    def _as_written(self) -> str:
+        """The text that the person wrote, and the three shardings that it means."""
+        own = f"params={self.params} grads={self.grads} opt_state={self.opt_state}"
+        return f"'{own}'" if self.text in ("", own) else f"{self.text!r} ({own})"
 
     def resolve_rules(self, ranks: DataRanks) -> tuple[Degrees, ...]:
         """The degrees of each rule on `ranks`.
@@ -226,7 +239,9 @@ class Strategy:
         Raises:
           UserError: as `resolve`, with the pattern of the rule.
         """
-        return tuple(_resolved_rule(pattern, strategy, ranks) for pattern, strategy in self.rules)
+        return tuple(
+            strategy._resolve(ranks, f"rules: {pattern!r}: {strategy._as_written}") for pattern, strategy in self.rules
+        )
 
     def rule_of(self, name: str) -> int | None:
         """The number of the first rule whose pattern matches the whole name of a leaf; None if no rule does."""
@@ -238,22 +253,18 @@ def _rule(pattern: str, strategy: Strategy | str) -> tuple[str, Strategy]:
         re.compile(pattern)
     except (re.error, TypeError) as error:
         raise UserError(f"rules: {pattern!r} is no regular expression: {error}") from None
-    strategy = parse(strategy)
+    try:
+        strategy = parse(strategy)
+    except UserError as error:
+        # A strategy of a rule is no argument `strategy`.
+        raise UserError(f"rules: {pattern!r}: {str(error).removeprefix('strategy=')}") from None
     if strategy.rules:
         raise UserError(f"rules: the strategy of {pattern!r} has rules itself; write them one after another")
     return pattern, strategy
 
 
-def _resolved_rule(pattern: str, strategy: Strategy, ranks: DataRanks) -> Degrees:
-    try:
-        return strategy.resolve(ranks)
-    except UserError as error:
-        raise UserError(f"rule {pattern!r}: {error}") from None
-
-
-def _check_dependency(strategy: Strategy, degrees: Degrees) -> None:
+def _check_dependency(degrees: Degrees) -> None:
     """Raises UserError unless s_params | s_grads | s_opt_state | s_data, inside a node and between nodes."""
-    broken: list[str] = []
     ranks = degrees.ranks
     chain = [
         ("params", degrees.params),
@@ -261,25 +272,31 @@ def _check_dependency(strategy: Strategy, degrees: Degrees) -> None:
         ("opt_state", degrees.opt_state),
         ("data", Degree(ranks.per_node, ranks.num_nodes)),
     ]
+    broken: list[str] = []
     below_name, below = "", Degree(1, 1)
-    for (small_name, small), (big_name, big) in zip(chain, chain[1:], strict=False):
+    for (name, small), (big_name, big) in zip(chain, chain[1:], strict=False):
+        problems, nearest = [], []
         for level, where in (("intra", "inside a node"), ("inter", "between nodes")):
             have, limit = getattr(small, level), getattr(big, level)
-            if have < 1 or limit % have:
-                what = f"{limit} ({ranks})" if big_name == "data" else f"the {limit} of {big_name}={big}"
-                other = "" if big_name == "data" else f"; or change {big_name}"
-                # What divides the data ranks, too, can be part of a strategy that works.
-                divisors = _divisors(math.gcd(limit, getattr(chain[-1][1], level)))
-                multiples = [d for d in divisors if d % getattr(below, level) == 0]
-                also = "" if multiples else f", where {below_name} divides it"
-                rule = "" if broken else " (params divides grads divides opt_state divides data)"
-                broken.append(
-                    f"{small_name}={small} breaks the dependency rule{rule}: {where}, {have} does not divide {what}. "
-                    f"Nearest {small_name} {where}: {_list(_nearest(multiples or divisors, have))}{also}{other}"
-                )
-        below_name, below = small_name, small
+            if have >= 1 and limit % have == 0:
+                continue
+            what = f"{limit} ({ranks})" if big_name == "data" else f"the {limit} of {big_name}={big}"
+            problems.append(f"{where}, {have} does not divide {what}")
+            # What divides the data ranks, too, can be part of a strategy that works.
+            divisors = _divisors(math.gcd(limit, getattr(chain[-1][1], level)))
+            multiples = [d for d in divisors if d % getattr(below, level) == 0]
+            also = "" if multiples else f", where {below_name} divides it"
+            nearest.append(f"{where}: {_list(_nearest(multiples or divisors, have))}{also}")
+        if problems:
+            rule = "" if broken else " (params divides grads divides opt_state divides data)"
+            other = "" if big_name == "data" else f"; or change {big_name}"
+            broken.append(
+                f"{name}={small} breaks the dependency rule{rule}: {'; '.join(problems)}. "
+                f"Nearest {name} {'; '.join(nearest)}{other}"
+            )
+        below_name, below = name, small
     if broken:
-        raise UserError(f"strategy '{strategy}': {'. And '.join(broken)}")
+        raise UserError(". And ".join(broken))
 
 
 def over(ranks: str | int) -> Sharding:
@@ -324,19 +341,30 @@ def _ranks(k: int | None) -> Sharding:
     return NodeSharding() if k is None else RankSharding(k)
 
 
+def _written(name: str, k: int | None, strategy: Strategy) -> Strategy:
+    return _with_text(strategy, name if k is None else f"{name}({k})")
+
+
+def _with_text(strategy: Strategy, text: str) -> Strategy:
+    """The strategy with the text that messages name; the one given stays as it is."""
+    result = copy.copy(strategy)
+    object.__setattr__(result, "text", text)
+    return result
+
+
 def mics(k: int | None = None) -> Strategy:
     """MiCS, hybrid FSDP: everything over k ranks, replicated beyond; k = the node if left out."""
-    return Strategy(params=_ranks(k), grads=_ranks(k), opt_state=_ranks(k))
+    return _written("mics", k, Strategy(params=_ranks(k), grads=_ranks(k), opt_state=_ranks(k)))
 
 
 def hpz(k: int | None = None) -> Strategy:
     """ZeRO++'s secondary shard: parameters over k ranks, gradients and optimizer states over all."""
-    return Strategy(params=_ranks(k), grads=FullSharding(), opt_state=FullSharding())
+    return _written("hpz", k, Strategy(params=_ranks(k), grads=FullSharding(), opt_state=FullSharding()))
 
 
 def hfsdp(k: int | None = None) -> Strategy:
     """Hybrid FSDP with ZeRO-1 across: parameters and gradients over k ranks, optimizer states over all."""
-    return Strategy(params=_ranks(k), grads=_ranks(k), opt_state=FullSharding())
+    return _written("hfsdp", k, Strategy(params=_ranks(k), grads=_ranks(k), opt_state=FullSharding()))
 
 
 PRESETS: dict[str, Callable[..., Strategy]] = {
@@ -410,28 +438,31 @@ _SYNTAX = (
 )
 
 
-def parse(text: str | Strategy, rules: Mapping[str, Strategy | str] | None = None) -> Strategy:
+def parse(
+    text: str | Strategy,
+    rules: Iterable[tuple[str, Strategy | str]] | Mapping[str, Strategy | str] | None = None,
+) -> Strategy:
     """A strategy from its text: a preset (`zero3`, `mics(4)`) or `params=replica grads=4x1 opt_state=full`.
 
     Args:
       text: or a strategy.
-      rules: strategies of leaves that differ, by pattern; see `Strategy`.
+      rules: strategies of leaves that differ, pairs or a dict; see `Strategy`.
 
     Raises:
       UserError: an unknown preset, component or sharding; or rules beside a strategy that has its own.
     """
-    strategy = text if isinstance(text, Strategy) else _parse(text)
+    strategy = text if isinstance(text, Strategy) else _with_text(_parse(text), text.strip())
     if not rules:
         return strategy
     if strategy.rules:
-        raise UserError(f"strategy '{text}' has rules of its own; give rules in one place")
-
-    return Strategy(params=strategy.params, grads=strategy.grads, opt_state=strategy.opt_state, rules=rules.items())
+        raise UserError(f"strategy='{text}' has rules of its own; give rules in one place")
+    ruled = Strategy(params=strategy.params, grads=strategy.grads, opt_state=strategy.opt_state, rules=rules)
+    return _with_text(ruled, strategy.text)
 
 
 def _parse(text: str) -> Strategy:
     if not isinstance(text, str):
-        raise UserError(f"strategy {text!r}: it is a text or a Strategy. Write {_SYNTAX}")
+        raise UserError(f"strategy={text!r}: it is a text or a Strategy. Write {_SYNTAX}")
     stripped = text.strip()
     match = re.fullmatch(r"(\w+)\s*(?:\((.*)\))?", stripped)
     if "=" in stripped and not match:
@@ -440,12 +471,12 @@ def _parse(text: str) -> Strategy:
     if not match or name not in PRESETS:
         hint = difflib.get_close_matches(name, PRESETS, 1)
         raise UserError(
-            f"strategy '{text}': unknown preset{f'; did you mean {hint[0]!r}?' if hint else '.'} "
+            f"strategy={text!r}: unknown preset{f'; did you mean {hint[0]!r}?' if hint else '.'} "
             f"Presets: {', '.join(PRESETS)}. Write {_SYNTAX}"
         )
     made = PRESETS[name](**_numbers(name, match.group(2) or "", text))
     if not isinstance(made, Strategy):
-        raise UserError(f"strategy '{text}': the function of {name} returned {made!r}, which is no Strategy")
+        raise UserError(f"strategy={text!r}: the function of {name} returned {made!r}, which is no Strategy")
     return made
 
 
@@ -454,16 +485,16 @@ def _numbers(name: str, inside: str, text: str) -> dict[str, int]:
     names, found = numbers_of(name), dict[str, int]()
     words = [word.strip() for word in inside.split(",")] if inside.strip() else []
     if words and not names:
-        raise UserError(f"strategy '{text}': {name} takes no number of ranks; write '{name}'")
+        raise UserError(f"strategy={text!r}: {name} takes no number of ranks; write '{name}'")
     for place, word in enumerate(words):
         key, is_named, value = word.rpartition("=")
         key = key.strip() if is_named else names[place] if place < len(names) else ""
         if key not in names or key in found or not value.strip().isdecimal():
             example = ", ".join(f"{one}=8" for one in names)
             raise UserError(
-                f"strategy '{text}': '{word}' is no number of {name}; write '{name}' or '{name}({example})'"
+                f"strategy={text!r}: '{word}' is no number of {name}; write '{name}' or '{name}({example})'"
             )
-        found[key] = _positive(value.strip(), f"strategy '{text}'")
+        found[key] = _positive(value.strip(), f"strategy={text!r}")
     return found
 
 
@@ -473,11 +504,11 @@ def _parse_components(text: str) -> Strategy:
         name, _, value = word.partition("=")
         if name not in _COMPONENTS or name in found or not value:
             problem = "given twice" if name in found else "not a component with a value"
-            raise UserError(f"strategy '{text}': '{word}' is {problem}; each of {', '.join(_COMPONENTS)} once")
-        found[name] = _parse_sharding(value, f"strategy '{text}'")
+            raise UserError(f"strategy={text!r}: '{word}' is {problem}; each of {', '.join(_COMPONENTS)} once")
+        found[name] = _parse_sharding(value, f"strategy={text!r}")
     missing = [name for name in _COMPONENTS if name not in found]
     if missing:
-        raise UserError(f"strategy '{text}': {', '.join(missing)} missing; each of {', '.join(_COMPONENTS)} once")
+        raise UserError(f"strategy={text!r}: {', '.join(missing)} missing; each of {', '.join(_COMPONENTS)} once")
     return Strategy(params=found["params"], grads=found["grads"], opt_state=found["opt_state"])
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from amsp_jax.engine.arguments import check_has_model, check_params, check_plan, naming_arrays
 from amsp_jax.engine.context import zigzag_inverse
 from amsp_jax.engine.microbatch import (
     LossSums,
@@ -35,7 +36,12 @@ def make_eval_step(plan: Plan, settings: StepSettings = DEFAULT) -> Callable[[Tr
     """Makes the jitted `(params, batch) -> global sums`.
 
     The batch is as in `make_train_step`; random keys are those of seed 0 and step 0.
+
+    Raises:
+      UserError: the plan is none, or has no model.
     """
+    check_plan(plan, "make_eval_step(plan)")
+    check_has_model(plan, "make_eval_step(plan)")
     model = summing_in_float32(plan.model)
 
     def local(params: Tree[Master], batch: Batch, rows: jax.Array) -> LossSums:
@@ -95,9 +101,14 @@ def _unchanged(x: Any) -> Any:
 def _mapped(
     plan: Plan, local: Callable[..., Any], out_specs: Any, finish: Callable[[Any], Any] = _unchanged
 ) -> Callable[[Tree[Master], Batch], Any]:
+    stored = tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.storage_shape, jnp.float32), plan.leaves)
+
     def call(params: Tree[Master], batch: Batch) -> Any:
+        check_params(params, stored)
         in_specs = tree_map(lambda leaf: leaf.opt_spec, plan.leaves), plan.batch_spec, plan.rows_spec
         mapped = jax.shard_map(local, mesh=plan.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return finish(mapped(params, *prepared(plan, batch)))
+        batch, rows = prepared(plan, batch)
+        with naming_arrays(plan.model.name, batch):
+            return finish(mapped(params, batch, rows))
 
     return jax.jit(call)

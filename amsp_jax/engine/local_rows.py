@@ -13,6 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from amsp_jax.errors import UserError
 
+SEQUENCES = ("tokens", "targets", "weights")
+"""The arrays of a batch that are sequences in every model for text."""
+
 
 def local_ranks(sharding: NamedSharding, num_ranks: int) -> list[int]:
     """The data ranks of which this process has devices, in ascending order.
@@ -50,6 +53,7 @@ def shard_rows(
     Raises:
       UserError: shapes, dtypes or counts that make no batch, or that differ between processes.
     """
+    check_is_batch(rows)
     ranks = local_ranks(by_row, num_ranks)
     arrays = {name: _array(name, x) for name, x in rows.items()}
     num_microbatches, num_local = batch_counts({name: x.shape for name, x in arrays.items()})
@@ -92,17 +96,36 @@ def _array(name: str, x: Any) -> np.ndarray:
     return array
 
 
+def check_is_batch(batch: Any) -> None:
+    """Raises UserError unless a batch is a dict, or another mapping, of arrays by name."""
+    if not isinstance(batch, Mapping):
+        kind = "an array" if isinstance(batch, jax.Array | np.ndarray) else f"of type {type(batch).__name__}"
+        raise UserError(
+            f"a batch is {kind}; it is a dict of arrays [microbatches, rows, ...] by name, as "
+            "{'tokens': ..., 'targets': ...}"
+        )
+
+
 def batch_counts(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
     """The numbers of microbatches and rows of a batch, by the shapes of its arrays.
 
     Raises:
-      UserError: an array has neither, or not as many as another one.
+      UserError: an array has neither, or not as many as another one; or sequences have no dimension of microbatches.
     """
     counts = {shape[:2] for shape in shapes.values()}
     shape = next(iter(counts), ())
     if len(counts) != 1 or len(shape) != 2 or 0 in shape:
         raise UserError(
             f"a batch of {listed(shapes)}: its arrays are [microbatches, rows, ...], with equal numbers of both"
+        )
+    sequences = {name: each for name, each in shapes.items() if name in SEQUENCES}
+    # Beside an array of three dimensions, `targets` and `weights` of two are a value for each row.
+    has_none = all(len(each) == 2 for each in shapes.values())
+    if (sequences and has_none) or len(sequences.get("tokens", (0, 0, 0))) < 3:
+        name = "tokens" if "tokens" in sequences else next(iter(sequences))
+        raise UserError(
+            f"a batch of {listed(shapes)}: its sequences are [microbatches, rows, seq], three dimensions; as one "
+            f"microbatch {name} is {(1, *sequences[name])}, which batch['{name}'][None] makes"
         )
     return shape[0], shape[1]
 

@@ -16,7 +16,7 @@ from amsp_jax.engine.block_backward import run_blocks
 from amsp_jax.engine.collectives import param_shard
 from amsp_jax.engine.context import check_sequence, zigzag
 from amsp_jax.engine.leaves import LeafPlan
-from amsp_jax.engine.local_rows import batch_counts, listed
+from amsp_jax.engine.local_rows import SEQUENCES, batch_counts, check_is_batch, listed
 from amsp_jax.engine.parallel import CONTEXT
 from amsp_jax.engine.parts import Gather, PartState
 from amsp_jax.engine.plan import Plan
@@ -25,9 +25,6 @@ from amsp_jax.engine.step_settings import StepSettings
 from amsp_jax.engine.trees import Master, Param, ParamShard, Sink, Tree, tree_map
 from amsp_jax.errors import UserError
 from amsp_jax.model import Batch, LossOutput, Model
-
-SEQUENCES = ("tokens", "targets", "weights")
-"""The arrays of a batch that are sequences in every model."""
 
 
 @flax.struct.dataclass
@@ -103,6 +100,7 @@ def prepared(plan: Plan, batch: Batch) -> tuple[Batch, jax.Array]:
       UserError: the arrays are not of equal numbers of microbatches and rows, the rows do not divide by the data ranks,
         or a sequence does not divide by the context and tensor ranks.
     """
+    check_is_batch(batch)
     shapes = {name: jnp.shape(x) for name, x in batch.items()}
     num_microbatches, num_rows = batch_counts(shapes)
     # Here and not in the model: from inside `shard_map` jax would report shapes of one device.

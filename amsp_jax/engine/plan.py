@@ -207,7 +207,7 @@ def make_plan(
     """Compiles a strategy for a model on devices.
 
     Args:
-      strategy: or its text.
+      strategy: or its text. Its `rules` are pairs of a pattern and a strategy, or a dict; the setting is a dict.
       model: only the shapes of its parameters are read.
       devices: all of them; `jax.devices()` if neither they nor `ranks` are given. Nodes are found as `find_nodes` says.
       ranks: the data ranks, of one stage where there are several. Without `devices` the plan is for devices that do
@@ -215,16 +215,18 @@ def make_plan(
       devices_per_node: takes this many devices, in their order, for a node.
       parallel: pipeline stages, context and tensor; none by default.
       compute_dtype: of gathered parameters.
-      frozen: regular expressions; a parameter whose whole name matches one has no gradient and no optimizer state.
+      frozen: regular expressions; a parameter whose whole name matches one has no gradient and no optimizer state;
+        the bytes of its OS are those of its float32 master.
 
     Raises:
-      UserError: the strategy does not fit the ranks, the devices are not as many, the model is not made for the parts
-        that it is to be cut into, or a pattern of `frozen` matches no parameter.
+      UserError: an argument is of a wrong type, the strategy does not fit the ranks, the devices are not as many, the
+        model is not made for the parts that it is to be cut into, or a pattern of `frozen` matches no parameter.
 
     Example:
       >>> plan = make_plan("zero3", model)
       >>> print(make_plan("zero3", model, ranks=DataRanks(per_node=8, num_nodes=128)))
     """
+    _check_types(strategy, model)
     parallel, splits = parallel or ModelParallel(), model.splits()
     _check_parallel(model, parallel, splits)
     if ranks is not None and devices_per_node is not None:
@@ -235,6 +237,20 @@ def make_plan(
     params, blocks = model.abstract_params(), model.block_numbers()
     plan = _compile(strategy, model, params, ranks, devices, compute_dtype, parallel, splits, blocks)
     return dataclasses.replace(plan, leaves=_freeze(plan.leaves, (frozen,) if isinstance(frozen, str) else frozen))
+
+
+def _check_types(strategy: Any, model: Any) -> None:
+    """Raises UserError for a strategy or a model that is none, such as the two in the wrong order."""
+    if isinstance(strategy, Model):
+        raise UserError(
+            f"make_plan: strategy is the model {strategy.name!r}; the order is make_plan(strategy, model), as "
+            "make_plan('zero1', model)"
+        )
+    if not isinstance(model, Model):
+        raise UserError(
+            f"make_plan(strategy, model): model is of type {type(model).__name__}; give a Model, as "
+            "Model.from_nnx, Model.from_loss or build_model('llama-tiny') make it"
+        )
 
 
 def _freeze(leaves: LeafPlans, patterns: Sequence[str]) -> LeafPlans:
@@ -281,9 +297,21 @@ def plan_parameters(
     Returns:
       A plan of sizes and shardings; a step cannot be made of it.
     """
-    model = Model.from_loss(_no_mathematics, lambda key: jax.tree.map(lambda x: jnp.zeros(x.shape), params))
+
+    def zeros(key: jax.Array) -> Params:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape), params)
+
+    model = Model.from_loss(_no_mathematics, zeros, name=_NO_MODEL)
     parallel = parallel or ModelParallel()
     return _compile(strategy, model, params, ranks, devices, compute_dtype, parallel, splits, None)
+
+
+def is_of_parameters_alone(plan: Plan) -> bool:
+    """Whether the plan was made by `plan_parameters`, so that its model computes nothing."""
+    return plan.model.name == _NO_MODEL
+
+
+_NO_MODEL = "parameters without a model"
 
 
 def _no_mathematics(params: Params, batch: Batch, rng: jax.Array) -> LossOutput:
@@ -400,9 +428,11 @@ def _table(plan: Plan) -> str:
     head += [f"rule      {pattern}: {degrees}" for (pattern, _), degrees in rules] + [f"mesh      {axes}"]
     head += [f"parallel  {plan.parallel}"] if plan.parallel.total > 1 else []
     head += [f"warning   {w}" for degrees in (plan.degrees, *plan.rules) for w in degrees.warnings]
+    has_frozen = any(leaf.frozen for leaf in jax.tree.leaves(plan.leaves))
+    frozen = ", of a frozen leaf its float32 master alone" if has_frozen else ""
     foot = [
         f"P: {plan.compute_dtype.name} copy kept for the step, none where P = OS is sharded; G: float32, while "
-        "microbatches accumulate; OS: float32 master and two moments",
+        f"microbatches accumulate; OS: float32 master and two moments{frozen}",
         f"sum: {total.total:,} bytes on each device ({total.total / 2**30:.2f} GiB), before activations",
     ]
     return "\n".join(head + _align(rows) + notes + foot)

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
+from amsp_jax.engine.arguments import check_optimizer, check_plan
 from amsp_jax.engine.leaves import LeafPlan
 from amsp_jax.engine.optimizer import abstract_opt_state, abstract_storage, moment_plans, to_storage, to_true
 from amsp_jax.engine.plan import Plan
@@ -79,8 +80,10 @@ def init_state(plan: Plan, optimizer: optax.GradientTransformation, seed: int = 
       seed: of the parameters, and of the random draws of each step, such as dropout; the state keeps it.
 
     Raises:
-      UserError: the seed is no integer of 32 bits.
+      UserError: the seed is no integer of 32 bits, or another argument is of a wrong type.
     """
+    check_plan(plan, "init_state(plan, optimizer)")
+    check_optimizer(optimizer, "init_state(plan, optimizer)")
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
         raise UserError(f"seed={seed!r}: it must be an integer from 0 to {2**32 - 1}")
     params = _init_params(plan, int(seed))

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from amsp_jax.engine.accumulate import Microbatches, Result, accumulate, in_groups, unknown_zero
+from amsp_jax.engine.arguments import check_has_model, check_optimizer, check_plan, check_state, naming_arrays
 from amsp_jax.engine.microbatch import (
     LossSums,
     gather_of,
@@ -72,15 +73,26 @@ def make_train_step(
     Returns:
       A function whose batch is a dict of arrays [microbatches, rows, ...] at `plan.batch_sharding` and whose state
       keeps its shardings. It compiles once for each shape of batch. Where loss or gradient norm is not finite, the
-      batch is passed over: `state.step` counts it, parameters and optimizer state keep their bits.
+      batch is passed over: `state.step` counts it, parameters and optimizer state keep their bits. It raises UserError
+      for a state of another optimizer or plan.
+
+    Raises:
+      UserError: an argument is of a wrong type, or the plan has no model.
     """
+    call = "make_train_step(plan, optimizer)"
+    check_plan(plan, call)
+    check_has_model(plan, call)
+    check_optimizer(optimizer, call)
     grads_of, update = make_grad_fn(plan, settings), make_update_fn(plan, optimizer)
+    stored = abstract_state(plan, optimizer)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        # Python runs it while the step is traced, once for each kind of state and batch.
+        check_state(state, stored)
         sums, grads = grads_of(state.params, batch, state.seed, state.step)
         return update(state, grads, sums)
 
-    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(plan, optimizer))
+    shardings = jax.tree.map(lambda x: x.sharding, stored)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, plan.replicated))
 
 
@@ -174,7 +186,8 @@ def make_grad_fn(plan: Plan, settings: StepSettings = DEFAULT) -> GradFn:
         check_group(settings.microbatch_group, len(rows), num_stages)
         # Its checks, also where there are no stages.
         schedule_of(len(rows))
-        sums, grads = mapped(params, batch, rows, jnp.asarray(seed), jnp.asarray(step))
+        with naming_arrays(model.name, batch):
+            sums, grads = mapped(params, batch, rows, jnp.asarray(seed), jnp.asarray(step))
         return sums, grads
 
     return grads_of

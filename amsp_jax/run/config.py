@@ -34,7 +34,8 @@ def _setting(default: Any, text: str) -> Any:
 class TrainConfig:
     """The description of a run: `TrainConfig(model="llama-tiny", strategy="zero3")`.
 
-    The text beside each default is the setting's line in `python train.py --help`.
+    The text beside each default is the setting's line in `python train.py --help`. `rules` is a dict here, in the order
+    in which its patterns are tried; `Strategy(rules=...)` in Python takes pairs, too.
 
     Raises:
       UserError: a value of the wrong type, outside its choices or out of range; it says the right spelling.

@@ -104,6 +104,7 @@ class MetricsWriter:
                 # Without a buffer nothing is left to write, and to fail, when a file is closed.
                 self._files[name] = (self._folder / name).open("ab", buffering=0)
         except OSError as error:
+            self.close()
             raise UserError(
                 f"metrics in {run_dir} cannot be written: {error}. Set run_dir to a folder you own."
             ) from error
@@ -122,7 +123,13 @@ class MetricsWriter:
             file.close()
 
     def _write(self, name: str, row: TrainRow | ValidationRow) -> None:
-        line, file = (_to_json(row_values(row)) + "\n").encode(), self._files[name]
+        try:
+            line = (_to_json(row_values(row)) + "\n").encode()
+        except (TypeError, ValueError):
+            # A hook that raises gets no more calls, so nobody else would close the files.
+            self.close()
+            raise
+        file = self._files[name]
         end = file.seek(0, os.SEEK_END)
         try:
             while line:

@@ -120,7 +120,7 @@ def test_axes_are_cut_where_a_rule_needs_a_cut():
             {r"embed\..*": "params=1x1 grads=3x1 opt_state=6x1", r"head\..*": "params=1x1 grads=2x1 opt_state=6x1"},
             r"inside a node the degree 2 of 'params=1x1 grads=2x1 opt_state=6x1' and 3 of .* do not nest",
         ),
-        ({r"embed\..*": "mics(4)"}, r"rule 'embed.*': strategy .*does not fit 2 nodes x 6 data ranks"),
+        ({r"embed\..*": "mics(4)"}, r"rules: 'embed.*': 'mics.4.' .*does not fit 2 nodes x 6 data ranks"),
     ],
 )
 def test_rules_that_fit_no_mesh(rules, message):

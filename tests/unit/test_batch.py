@@ -31,7 +31,7 @@ def batch(shape):
         ({"tensor": 4}, (1, 4, 2), "^seq_len=2 .* tensor=4: it must be a multiple of 4; use 4"),
         ({"context": 2}, (1, 4, 18), "^seq_len=18 .* context=2 .*multiple of 4; use 16 or 20"),
         ({"context": 2, "tensor": 2}, (1, 4, 15), "^seq_len=15 .* context=2 .* tensor=2: .* use 12 or 16"),
-        ({"context": 2}, (1, 4), r"context=2 divides sequences, and batch\['targets'\] has no third dimension"),
+        ({"context": 2}, (1, 4), r"sequences are \[microbatches, rows, seq\].*one microbatch tokens is \(1, 1, 4\)"),
         ({"pipeline": 2, "tensor": 2}, (2, 4, 15), "^seq_len=15 .* tensor=2"),
         ({}, (1, 6, 16), r"a batch of .*tokens \(1, 6, 16\).*6 rows must divide by the 4 data ranks"),
         ({}, (0, 4, 16), r"a batch of .*tokens \(0, 4, 16\)"),

@@ -122,6 +122,14 @@ def test_a_full_disk_is_one_line_and_leaves_whole_rows(tmp_path, monkeypatch):
     assert (tmp_path / "metrics.jsonl").read_bytes().endswith(b"}\n")
 
 
+def test_a_row_that_cannot_be_written_leaves_no_file_open(tmp_path):
+    """A hook that raises gets no more calls, so nothing else closes them."""
+    writer = MetricsWriter(tmp_path, None)
+    with pytest.raises(TypeError):
+        writer.validation(ValidationRow(step=1, loss=1.0, num_tokens=1, aux={"sum": object()}))
+    assert all(file.closed for file in writer._files.values())
+
+
 def test_a_models_own_sums_are_a_column(tmp_path):
     writer = MetricsWriter(tmp_path, None)
     writer.train(row(1, aux={"experts": [1.0, math.inf], "right": 3.0}))

@@ -130,14 +130,14 @@ def message(text, ranks=None):
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("zero4", ["strategy 'zero4': unknown preset; did you mean 'zero", "Presets: ddp, zero1", "params=..."]),
-        ("zerro3", ["strategy 'zerro3'", "did you mean 'zero3'?"]),
-        ("xyz", ["strategy 'xyz': unknown preset. Presets: "]),
-        ("", ["strategy '': unknown preset. Presets: "]),
-        ("mics(4", ["strategy 'mics(4': unknown preset"]),
-        ("mics(-4)", ["strategy 'mics(-4)': '-4' is no number of mics; write 'mics' or 'mics(k=8)'"]),
-        ("zero3(4)", ["strategy 'zero3(4)': zero3 takes no number of ranks; write 'zero3'"]),
-        ("mics(0)", ["strategy 'mics(0)': a degree is at least 1, not 0"]),
+        ("zero4", ["strategy='zero4': unknown preset; did you mean 'zero", "Presets: ddp, zero1", "params=..."]),
+        ("zerro3", ["strategy='zerro3'", "did you mean 'zero3'?"]),
+        ("xyz", ["strategy='xyz': unknown preset. Presets: "]),
+        ("", ["strategy='': unknown preset. Presets: "]),
+        ("mics(4", ["strategy='mics(4': unknown preset"]),
+        ("mics(-4)", ["strategy='mics(-4)': '-4' is no number of mics; write 'mics' or 'mics(k=8)'"]),
+        ("zero3(4)", ["strategy='zero3(4)': zero3 takes no number of ranks; write 'zero3'"]),
+        ("mics(0)", ["strategy='mics(0)': a degree is at least 1, not 0"]),
         ("params=full grads=full", ["opt_state missing", "each of params, grads, opt_state once"]),
         ("opt_state=full", ["params, grads missing"]),
         ("params=full params=full grads=full opt_state=full", ["'params=full' is given twice"]),
@@ -153,7 +153,7 @@ def message(text, ranks=None):
 )
 def test_text_that_is_no_strategy(text, parts):
     said = message(text)
-    assert f"strategy '{text}'" in said
+    assert f"strategy='{text}'" in said
     for part in parts:
         assert part in said
 
@@ -210,7 +210,7 @@ def test_degrees_that_do_not_fit(text, ranks, parts):
 
 def test_the_rule_is_in_the_message():
     said = message("params=4x1 grads=2x1 opt_state=4x1", RANKS)
-    assert "strategy 'params=4x1 grads=2x1 opt_state=4x1'" in said
+    assert "strategy='params=4x1 grads=2x1 opt_state=4x1'" in said
     assert "dependency rule (params divides grads divides opt_state divides data)" in said
 
 
@@ -256,3 +256,14 @@ def test_the_nearest_of_huge_degrees_are_found_at_once():
     """Those that divide the data ranks, too; the divisors of the limit alone took years."""
     said = message("params=2x1 grads=999999937x1 opt_state=999999937x1", RANKS)
     assert "2 does not divide the 999999937 of grads" in said and "Nearest params inside a node: 1;" in said
+
+
+@pytest.mark.parametrize("strategy", ["mics(3)", mics(3), parse("mics(3)", [("x", "ddp")])])
+def test_errors_show_a_strategy_as_it_was_written_and_what_it_means(strategy):
+    assert message(strategy, RANKS).startswith("strategy='mics(3)' (params=3 grads=3 opt_state=3): a sharding over 3")
+
+
+def test_what_is_broken_inside_and_between_nodes_is_told_once():
+    said = message("params=4x2 grads=2x1 opt_state=2x1", RANKS)
+    assert said.count("breaks") == 1 and said.count("or change grads") == 1
+    assert "Nearest params inside a node: 1, 2; between nodes: 1; or change grads" in said

@@ -56,13 +56,14 @@ def test_a_strategy_broken_in_two_places_reports_both():
         parse("params=4x1 grads=2x1 opt_state=3x1").resolve(DataRanks(4, 2))
     said = str(caught.value)
     assert "params=4x1 breaks" in said and "grads=2x1 breaks" in said and "opt_state=3x1 breaks" in said
-    with pytest.raises(UserError, match=r"inside a node, 4 does not divide.*And .*between nodes, 2 does not divide"):
+    with pytest.raises(UserError, match=r"inside a node, 4 does not divide.*; between nodes, 2 does not divide"):
         parse("params=4x2 grads=2x1 opt_state=2x1").resolve(DataRanks(4, 2))
 
 
 def test_rules():
     strategy = Strategy(params="all", grads="all", opt_state="all", rules=[(r"embed\..*", "zero1"), (r".*", zero3())])
     assert parse("zero3", {r"embed\..*": "zero1", r".*": "zero3"}) == strategy
+    assert parse("zero3", [(r"embed\..*", "zero1"), (r".*", "zero3")]) == strategy
     assert (strategy.rule_of("embed.table"), strategy.rule_of("head"), zero3().rule_of("head")) == (0, 1, None)
     assert strategy.rules[0] == (r"embed\..*", zero1())
     assert str(strategy) == f"{zero3()}, embed\\..*: {zero1()}, .*: {zero3()}"
@@ -74,7 +75,7 @@ def test_rules():
     ("rules", "message"),
     [
         ({"embed(": "zero1"}, r"'embed\(' is no regular expression"),
-        ({"embed": "zero9"}, "strategy 'zero9': unknown preset"),
+        ({"embed": "zero9"}, "rules: 'embed': 'zero9': unknown preset"),
         ({"embed": parse("zero1", {"x": "ddp"})}, "the strategy of 'embed' has rules itself"),
     ],
 )
@@ -94,7 +95,7 @@ def test_rules_are_pairs(rules):
 
 def test_each_rule_keeps_the_dependency_rule():
     strategy = parse("zero3", {"embed": "params=4x1 grads=2x1 opt_state=4x1"})
-    with pytest.raises(UserError, match=r"rule 'embed': strategy .*params=4x1 breaks the dependency rule"):
+    with pytest.raises(UserError, match=r"rules: 'embed': '.*': params=4x1 breaks the dependency rule"):
         strategy.resolve_rules(DataRanks(4, 2))
     with pytest.raises(UserError, match="has rules of its own"):
         parse(strategy, {"head": "zero1"})
