@@ -59,10 +59,10 @@ def test_one_microbatch_is_first_and_last(strategy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "accumulation"), [(triple, (3, 1, 2)[i % 3]) for i, triple in enumerate(OTHER_TRIPLES)]
+    ("strategy", "accumulation"), [(triple, (3, 1)[i % 2]) for i, triple in enumerate(OTHER_TRIPLES)]
 )
 def test_every_other_triple_trains_as_one_device(strategy, accumulation):
-    """Every triple, and every number of microbatches with a third of them."""
+    """Every triple; one half with one microbatch, the other with three. Two would not divide 24 rows by 8 ranks."""
     check(strategy, accumulation, ["adamw", "sgd"] if accumulation == 3 else ["sgd"])
 
 
